@@ -1,0 +1,71 @@
+# octavo's everyday commands; `make` alone lists them.
+#
+#   PYTHON    the Python that makes .venv (3.11 or newer)
+#   PIP_ARGS  more arguments for every pip install, such as --index-url or --proxy
+
+PYTHON   ?= python3
+PIP_ARGS ?=
+VENV     ?= .venv
+PROMPT   ?= In two sentences: what is a sheet of paper folded into an octavo?
+ARGS     ?=
+
+BIN      := $(VENV)/bin
+PIP      := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+INPUTS   := pyproject.toml setup.py constraints.txt
+TEST_CASE ?= tests
+
+.DEFAULT_GOAL := help
+.PHONY: help demo chat test lint format bench clean
+
+help:  ## list the commands
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@echo
+	@echo "  Linux without a GPU: PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu'"
+	@echo "  keeps pip from fetching torch's CUDA build, which is several GB larger."
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "octavo needs Python 3.11 or newer; set PYTHON=/path/to/it"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(INPUTS) | $(BIN)/python
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.installed-test: $(INPUTS) | $(BIN)/python
+	$(PIP) -e '.[test]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-dev: $(INPUTS) | $(BIN)/python
+	$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/.installed $(VENV)/.installed-test
+
+demo: $(VENV)/.installed  ## install, fetch the default model, answer PROMPT="...", show the memory
+	@$(BIN)/octavo models pull
+	@$(BIN)/octavo generate --memory $(ARGS) -- "$$PROMPT"
+
+export PROMPT
+
+chat: $(VENV)/.installed  ## talk with the default model
+	@$(BIN)/octavo chat $(ARGS)
+
+test: $(VENV)/.installed-test  ## install what the tests need and run them; ARGS="-k name"
+	$(BIN)/python -m pytest $(TEST_CASE) $(ARGS)
+
+lint: $(VENV)/.installed-dev  ## ruff, ruff format, mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev  ## let ruff put code and imports in order
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed  ## tokens per second, and latency, on this machine
+	$(BIN)/octavo bench throughput $(ARGS)
+	$(BIN)/octavo bench latency $(ARGS)
+
+clean:  ## remove .venv, builds and caches (models stay: octavo models rm)
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f src/octavo/ops/cpu/_octavo_cpu*
