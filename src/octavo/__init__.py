@@ -1,0 +1,48 @@
+"""octavo: LLM inference and serving from memory you can see.
+
+Names are resolved on first use, so that `import octavo` stays quick.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from octavo.config import EngineConfig
+    from octavo.engine.llm import LLM
+    from octavo.errors import OctavoError
+    from octavo.outputs import CompletionOutput, RequestOutput
+    from octavo.request import SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "OctavoError",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+_HOMES = {
+    "LLM": "octavo.engine.llm",
+    "CompletionOutput": "octavo.outputs",
+    "EngineConfig": "octavo.config",
+    "OctavoError": "octavo.errors",
+    "RequestOutput": "octavo.outputs",
+    "SamplingParams": "octavo.request",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'octavo' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

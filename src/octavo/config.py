@@ -1,0 +1,110 @@
+"""The engine's configuration: one frozen dataclass, from which the command line is generated.
+
+Names are vLLM's wherever octavo has the thing. A field's docstring is its `--help` text. None
+means "chosen when the model and the machine are known"; the choice is shown by the memory report.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from octavo.errors import ConfigError
+
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""Served when no model is named."""
+
+DType = Literal["auto", "float32", "bfloat16"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+KVPolicy = Literal["paged"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything that shapes an engine. Raises `ConfigError` naming the field it refuses."""
+
+    model: str = DEFAULT_MODEL
+    """A local folder, a local .gguf file, or a name on the Hugging Face hub."""
+    tokenizer: str | None = None
+    """Folder, .gguf file or hub name of the tokenizer; the model's own by default."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+    dtype: DType = "auto"
+    """Computation and KV cache type; auto: bfloat16 where the CPU multiplies it fast, else
+    float32."""
+    max_model_len: int | None = None
+    """Longest context (prompt and output) of a sequence; the model's own limit by default."""
+    block_size: int = 16
+    """Tokens in a KV block."""
+    max_num_seqs: int = 256
+    """Most sequences in one step."""
+    max_num_batched_tokens: int = 512
+    """Most tokens computed in one step; longer prompts are computed in chunks."""
+    kv_cache_memory_bytes: int | None = None
+    """Bytes for the KV pool; by default half of what is free after the weights, and never more
+    than max_num_seqs sequences of max_model_len can use."""
+    num_gpu_blocks_override: int | None = None
+    """Exact number of KV blocks, whatever memory is free (the name is vLLM's; CPU too)."""
+    kv_policy: KVPolicy = "paged"
+    """How sequences get KV memory."""
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    """Order in which waiting requests are admitted; priority: smaller numbers first."""
+    seed: int = 0
+    """Source of the seeds of requests that bring none, and of dummy weights."""
+    load_format: LoadFormat = "auto"
+    """Where weights come from; dummy: random, from config.json alone."""
+    skip_tokenizer_init: bool = False
+    """Load no tokenizer: prompts are token ids and outputs have no text."""
+    num_threads: int | None = None
+    """CPU threads for computing; torch's default when not set."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens",
+            "kv_cache_memory_bytes", "num_gpu_blocks_override", "num_threads",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is None and name not in ("block_size", "max_num_seqs"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        for name, kind in _CHOICES.items():
+            value = getattr(self, name)
+            choices = kind.__args__
+            if value not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
+                f"max_num_seqs={self.max_num_seqs}: every running sequence computes at least one "
+                "token a step; raise the first or lower the second"
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed must be a whole number, got {self.seed!r}")
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
+        """Build from keywords; an unknown one is refused by name, with the nearest known."""
+        import difflib
+
+        known = [f.name for f in dataclasses.fields(cls)]
+        for key in kwargs:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+                raise ConfigError(f"unknown engine option {key!r}{hint}")
+        return cls(**kwargs)
+
+    def replace(self, **changes: Any) -> EngineConfig:
+        """A copy with some fields changed, validated again."""
+        return dataclasses.replace(self, **changes)
+
+
+_CHOICES: dict[str, Any] = {
+    "dtype": DType,
+    "load_format": LoadFormat,
+    "kv_policy": KVPolicy,
+    "scheduling_policy": SchedulingPolicy,
+}

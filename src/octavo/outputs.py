@@ -1,0 +1,97 @@
+"""What a user gets back. Names are vLLM's; `kv` is octavo's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from octavo.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log probability at one position."""
+
+    logprob: float
+    rank: int | None = None
+    """1 is the most probable token."""
+    decoded_token: str | None = None
+    """The token's text, when the engine has a tokenizer."""
+
+
+PositionLogprobs = dict[int, Logprob]
+"""By token id: the sampled (or prompt) token and the requested number of most probable ones."""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of a request's `n` completions."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    """Sum of the sampled tokens' logprobs; None unless `logprobs` was asked for."""
+    logprobs: list[PositionLogprobs] | None = None
+    """One entry a generated token."""
+    finish_reason: FinishReason | None = None
+    """None while it still runs."""
+    stop_reason: int | str | None = None
+    """The stop string or stop token id that ended it; None for end-of-sequence and length."""
+
+
+@dataclass(slots=True)
+class RequestKVUsage:
+    """What a request cost the KV pool."""
+
+    peak_blocks: int = 0
+    """Most physical blocks its sequences referenced at one time."""
+    block_seconds: float = 0.0
+    """Integral over time of the blocks referenced."""
+    shared_tokens: int = 0
+    """Most token states at one time that it held together with another sequence."""
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times of a request, in seconds of the engine's monotonic clock."""
+
+    arrival_s: float = 0.0
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    finished_s: float | None = None
+    num_preemptions: int = 0
+    num_generation_tokens: int = 0
+
+    @property
+    def queue_s(self) -> float | None:
+        """Seconds from arrival until it first ran."""
+        return None if self.first_scheduled_s is None else self.first_scheduled_s - self.arrival_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    @property
+    def e2e_s(self) -> float | None:
+        """Seconds from arrival to the end."""
+        return None if self.finished_s is None else self.finished_s - self.arrival_s
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of a request after a step, or its end."""
+
+    request_id: str
+    prompt: str | None
+    """None when the prompt came as token ids and there is no tokenizer."""
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[PositionLogprobs | None] | None
+    """One entry a prompt token, the first None; None unless asked for."""
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV was found in the pool instead of computed."""
+    kv: RequestKVUsage = field(default_factory=RequestKVUsage)

@@ -1,0 +1,225 @@
+"""What a user sends: `SamplingParams` (vLLM's names and defaults) and the engine's `Request`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any
+
+from octavo.errors import InvalidRequestError
+
+MAX_LOGPROBS = 50
+"""Most top logprobs a request may ask for at one position."""
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended; the values are OpenAI's, plus `abort`."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request is decoded. Names and defaults are vLLM's.
+
+    Raises `InvalidRequestError`, naming the field, for a value out of range or of the wrong type.
+    """
+
+    n: int = 1
+    """Number of completions for the prompt."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every token already generated; -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit as many times as it was generated; -2 to 2."""
+    repetition_penalty: float = 1.0
+    """Divides (multiplies) positive (negative) logits of tokens in prompt or output; above 0."""
+    temperature: float = 1.0
+    """Logits are divided by it; 0 is greedy."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens whose probability reaches this; above 0, at most 1."""
+    top_k: int = 0
+    """Sample from this many most probable tokens; 0 or -1 means all."""
+    min_p: float = 0.0
+    """Drop tokens less probable than this times the most probable one; 0 to 1."""
+    seed: int | None = None
+    """Fixes the random stream: the same seed gives the same tokens whatever else runs."""
+    stop: str | list[str] | None = None
+    """Strings that end the output; not part of it unless `include_stop_str_in_output`."""
+    stop_token_ids: list[int] | None = None
+    """Tokens that end the output, besides end-of-sequence."""
+    ignore_eos: bool = False
+    """Go on after the end-of-sequence token."""
+    max_tokens: int | None = 16
+    """Most tokens to generate; None means up to the context length."""
+    min_tokens: int = 0
+    """End-of-sequence and `stop_token_ids` cannot be sampled before this many tokens."""
+    logprobs: int | None = None
+    """Return this many top logprobs per generated token, besides the sampled token's own."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
+    detokenize: bool = True
+    """Whether to make text; False leaves `CompletionOutput.text` empty."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    spaces_between_special_tokens: bool = True
+    """Put a space between adjacent special tokens in the text."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string (or stop token's text) in the text."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits of these tokens; -100 to 100."""
+    allowed_token_ids: list[int] | None = None
+    """Only these tokens can be sampled."""
+    bad_words: list[str] | None = None
+    """Words whose last token cannot be sampled where it would complete the word."""
+
+    def __post_init__(self) -> None:
+        for name, low, high, low_open in (
+            ("presence_penalty", -2.0, 2.0, False),
+            ("frequency_penalty", -2.0, 2.0, False),
+            ("repetition_penalty", 0.0, math.inf, True),
+            ("temperature", 0.0, math.inf, False),
+            ("top_p", 0.0, 1.0, True),
+            ("min_p", 0.0, 1.0, False),
+        ):
+            self._check_number(name, low, high, low_open)
+        for name, minimum, maximum in (
+            ("n", 1, None),
+            ("top_k", -1, None),
+            ("min_tokens", 0, None),
+            ("max_tokens", 1, None),
+            ("logprobs", 0, MAX_LOGPROBS),
+            ("prompt_logprobs", 0, MAX_LOGPROBS),
+            ("seed", -(2**63), 2**63 - 1),
+        ):
+            self._check_int(name, minimum, maximum)
+        for name in (
+            "ignore_eos", "detokenize", "skip_special_tokens",
+            "spaces_between_special_tokens", "include_stop_str_in_output",
+        ):  # fmt: skip
+            if not isinstance(getattr(self, name), bool):
+                raise self._refusal(name, "must be True or False")
+        self._check_lists()
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise self._refusal("min_tokens", f"must be at most max_tokens={self.max_tokens}")
+        if self.stop and not self.detokenize:
+            raise self._refusal("stop", "needs detokenize=True: stop strings are found in text")
+
+    def _refusal(self, name: str, rule: str) -> InvalidRequestError:
+        return InvalidRequestError(f"{name} {rule}, got {getattr(self, name)!r}", parameter=name)
+
+    def _check_number(self, name: str, low: float, high: float, low_open: bool) -> None:
+        value = getattr(self, name)
+        bracket = "above" if low_open else "at least"
+        limit = f"{bracket} {low:g}" + ("" if math.isinf(high) else f" and at most {high:g}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+            raise self._refusal(name, f"must be a number {limit}")
+        if math.isinf(value) or value < low or value > high or (low_open and value == low):
+            raise self._refusal(name, f"must be finite, {limit}")
+
+    def _check_int(self, name: str, minimum: int, maximum: int | None) -> None:
+        value = getattr(self, name)
+        if value is None and name not in ("n", "top_k", "min_tokens"):
+            return
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._refusal(name, "must be a whole number")
+        if value < minimum or (maximum is not None and value > maximum):
+            upper = "" if maximum is None else f" and at most {maximum}"
+            raise self._refusal(name, f"must be at least {minimum}{upper}")
+
+    def _check_lists(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", [self.stop])
+        for name in ("stop", "bad_words"):
+            words = getattr(self, name)
+            if words is None:
+                continue
+            if not isinstance(words, list | tuple) or not all(isinstance(w, str) for w in words):
+                raise self._refusal(name, "must be a list of strings")
+            if any(not word for word in words):
+                raise self._refusal(name, "must not hold an empty string")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name)
+            if ids is None:
+                continue
+            if not isinstance(ids, list | tuple) or not all(_is_token_id(i) for i in ids):
+                raise self._refusal(name, "must be a list of token ids (whole numbers from 0)")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise self._refusal("allowed_token_ids", "must not be empty: nothing could be sampled")
+        if self.logit_bias is not None:
+            self._check_logit_bias()
+
+    def _check_logit_bias(self) -> None:
+        if not isinstance(self.logit_bias, dict):
+            raise self._refusal("logit_bias", "must map token ids to numbers")
+        for token_id, bias in self.logit_bias.items():
+            number = isinstance(bias, int | float) and not isinstance(bias, bool)
+            if not _is_token_id(token_id) or not number or not -100 <= bias <= 100:
+                raise self._refusal("logit_bias", "must map token ids to numbers in -100..100")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SamplingParams:
+        """Build from a mapping; an unknown key is refused by name (invariant I6)."""
+        known = {f.name for f in fields(cls)}
+        for key in values:
+            if key not in known:
+                raise InvalidRequestError(
+                    f"unknown sampling parameter {key!r}; known are: {', '.join(sorted(known))}",
+                    parameter=key,
+                )
+        return cls(**values)
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerParams:
+    """What the runner needs to sample: numbers and token ids only, nothing about text."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means all."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    """Always set: drawn from the engine's seed where the user gave none."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Each a sequence of token ids whose last may not follow the others."""
+    min_tokens: int = 0
+    min_tokens_masked_ids: tuple[int, ...] = ()
+    """Token ids that cannot be sampled before `min_tokens` (end-of-sequence and stop tokens)."""
+    num_logprobs: int | None = None
+    """None: no logprobs. 0: the sampled token's only."""
+    num_prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A validated request as the scheduler takes it: token ids and limits, no text."""
+
+    request_id: str
+    """Unique among the requests in the engine."""
+    prompt_token_ids: list[int]
+    """At least one token."""
+    sampler: SamplerParams = field(default_factory=SamplerParams)
+    n: int = 1
+    """Sequences to generate."""
+    max_tokens: int | None = None
+    """Most tokens to generate per sequence; None: until the context or the pool is full."""
+    eos_token_ids: frozenset[int] = frozenset()
+    """Tokens that end a sequence with `stop_reason` None; empty under `ignore_eos`."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end a sequence with themselves as `stop_reason`."""
+    priority: int = 0
+    """Smaller runs earlier under the priority queue."""
+    arrival_s: float = 0.0
+    """When it came, in the clock of `Scheduler.schedule(now)`."""

@@ -1,0 +1,87 @@
+"""What all tests share: repeatable random data, markers that skip, and the default model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "octavo",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("octavo")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that need a GPU where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
+        for item in marked:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def default_model_path() -> Path:
+    """The default model's folder or GGUF file, fetched once if it is not on this machine.
+
+    A test that takes it carries the marker `model`; `-m "not model"` leaves those out.
+    """
+    from octavo.config import DEFAULT_MODEL
+    from octavo.weights.locate import locate
+
+    return locate(DEFAULT_MODEL).path
+
+
+TINY_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 257,
+    "eos_token_id": 258,
+    "torch_dtype": "float32",
+}
+TINY_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the config.json of a tiny Llama, for `--load-format dummy`, a byte-level
+    tokenizer (token ids 0-255 are bytes) and a chat template. Its answers are noise."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("tiny-model")
+    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [AddedToken(text, special=True) for text in ("<unk>", "<bos>", "<eos>")]
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": TINY_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    (folder / "config.json").write_text(json.dumps(TINY_CONFIG))
+    return folder
