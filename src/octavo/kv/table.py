@@ -1,0 +1,132 @@
+"""Block tables: where the tokens of one sequence lie in the pool (paper section 4.3)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, overload
+
+from octavo.errors import IntegrityError
+
+if TYPE_CHECKING:
+    from octavo.kv.policy import SeqDemand
+    from octavo.kv.usage import RequestAccount
+
+
+class TableView(Sequence[int]):
+    """A read-only window on a table's block ids; it follows later changes."""
+
+    __slots__ = ("_block_ids",)
+
+    def __init__(self, block_ids: list[int]) -> None:
+        self._block_ids = block_ids
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self._block_ids[index]
+
+    def __len__(self) -> int:
+        return len(self._block_ids)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._block_ids)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(other) == self._block_ids
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"TableView({self._block_ids})"
+
+
+class BlockTable:
+    """The blocks of one sequence, in the order of its tokens, and how far they are filled.
+
+    Append-only: an entry changes only by `replace` (copy-on-write), and all entries go together
+    when the sequence ends. Policies write it; everybody else reads.
+    """
+
+    __slots__ = (
+        "account",
+        "block_ids",
+        "block_size",
+        "capacity",
+        "demand",
+        "exclusive_from",
+        "max_total_tokens",
+        "may_share",
+        "num_committed",
+        "num_reported",
+        "seq_id",
+    )
+
+    def __init__(
+        self, seq_id: int, demand: SeqDemand, block_size: int, account: RequestAccount
+    ) -> None:
+        self.seq_id = seq_id
+        self.demand = demand
+        self.block_size = block_size
+        self.account = account
+        self.block_ids: list[int] = []
+        self.capacity = 0
+        """Slots in the table."""
+        self.num_committed = 0
+        """Tokens whose KV is in the pool, or will be once the planned step ran."""
+        self.max_total_tokens = demand.max_total_tokens
+        """Most tokens it may still come to hold."""
+        self.exclusive_from = sys.maxsize
+        """Positions from here on are known to lie in blocks that nobody else has. Beyond every
+        position as long as the runner has not been told of the first blocks."""
+        self.num_reported = 0
+        """Entries the runner knows."""
+        self.may_share = False
+        """Whether an entry may have other owners; True is a guess, False is certain."""
+
+    def __repr__(self) -> str:
+        return f"BlockTable(seq_id={self.seq_id}, block_ids={self.block_ids})"
+
+    def is_ready(self, num_tokens: int, num_computed: int) -> bool:
+        """Whether `num_tokens` fit and all from `num_computed` on may be written as it is."""
+        return num_tokens <= self.capacity and num_computed >= self.exclusive_from
+
+    def append(self, block_ids: Sequence[int]) -> None:
+        """Add blocks at the end."""
+        self.block_ids.extend(block_ids)
+        self.capacity = len(self.block_ids) * self.block_size
+
+    def replace(self, index: int, block_id: int) -> tuple[int, int] | None:
+        """Set one entry (copy-on-write); returns what the runner must be told, if it knows it."""
+        self.block_ids[index] = block_id
+        return (index, block_id) if index < self.num_reported else None
+
+    def report(self) -> tuple[int, ...]:
+        """The entries the runner does not know yet; from now on it does."""
+        new_block_ids = tuple(self.block_ids[self.num_reported :])
+        self.num_reported = len(self.block_ids)
+        return new_block_ids
+
+    def mark_shared(self, num_tokens: int) -> None:
+        """Others own the blocks of the first `num_tokens` tokens too, from now on."""
+        end = -(-num_tokens // self.block_size) * self.block_size
+        self.exclusive_from = max(self.exclusive_from, end)
+        self.may_share = True
+
+    def slot(self, position: int) -> int:
+        """Slot of a position: `block_id * block_size + offset`. Refuses positions without block."""
+        if not 0 <= position < self.capacity:
+            raise IntegrityError(
+                f"sequence {self.seq_id} has no slot for position {position}: its "
+                f"{len(self.block_ids)} blocks of {self.block_size} tokens hold 0 to "
+                f"{self.capacity - 1}"
+            )
+        index, offset = divmod(position, self.block_size)
+        return self.block_ids[index] * self.block_size + offset
+
+    def clear(self) -> None:
+        """Empty it: its blocks were given back."""
+        self.block_ids.clear()
+        self.capacity = self.num_committed = self.num_reported = 0

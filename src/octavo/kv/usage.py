@@ -1,0 +1,130 @@
+"""What each request costs: peak blocks, block-seconds, tokens held together with others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from octavo.errors import IntegrityError
+from octavo.kv.table import BlockTable
+from octavo.outputs import RequestKVUsage
+
+
+class RequestAccount:
+    """The blocks of all sequences of one request, each block counted once, over time.
+
+    It outlives preemptions: a request that gives all blocks back and starts again goes on here.
+    """
+
+    __slots__ = (
+        "_block_seconds",
+        "_entries",
+        "_peak_blocks",
+        "_peak_shared_tokens",
+        "_shared_tokens",
+        "_since_s",
+        "_tail_tokens",
+        "block_size",
+        "request_id",
+        "tables",
+    )
+
+    def __init__(self, request_id: str, block_size: int, now_s: float) -> None:
+        self.request_id = request_id
+        self.block_size = block_size
+        self.tables: list[BlockTable] = []
+        """Tables of its sequences that hold blocks, deferred ones included."""
+        self._entries: dict[int, int] = {}
+        """By block: how many of this request's table entries point at it."""
+        self._tail_tokens: dict[int, int] = {}
+        """Token states in the shared blocks that are not full."""
+        self._shared_tokens = 0
+        self._peak_shared_tokens = 0
+        self._peak_blocks = 0
+        self._block_seconds = 0.0
+        self._since_s = now_s
+
+    @property
+    def num_blocks(self) -> int:
+        """Physical blocks its sequences reference now."""
+        return len(self._entries)
+
+    def usage(self, now_s: float) -> RequestKVUsage:
+        """The cost until now."""
+        self.settle(now_s)
+        return RequestKVUsage(self._peak_blocks, self._block_seconds, self._peak_shared_tokens)
+
+    def settle(self, now_s: float) -> None:
+        """Add the block-seconds since the last change; called before every change."""
+        self._block_seconds += len(self._entries) * (now_s - self._since_s)
+        self._since_s = now_s
+
+    def open(self, table: BlockTable, now_s: float) -> None:
+        """A sequence of this request begins with what is in its table."""
+        self.settle(now_s)
+        self.tables.append(table)
+        self._count(table.block_ids)
+        num_full, num_tail = divmod(table.num_committed, self.block_size)
+        if num_tail:
+            block_id = table.block_ids[num_full]
+            if self._entries[block_id] == 2:
+                self._tail_tokens[block_id] = num_tail
+                self._shared_tokens -= self.block_size - num_tail
+        self._note_peaks()
+
+    def close(self, table: BlockTable, now_s: float) -> None:
+        """A sequence of this request gave its blocks back."""
+        self.settle(now_s)
+        self.tables.remove(table)
+        self.remove(table.block_ids)
+
+    def add(self, block_ids: Iterable[int]) -> None:
+        """Table entries that point at these blocks were added."""
+        self._count(block_ids)
+        self._note_peaks()
+
+    def remove(self, block_ids: Iterable[int]) -> None:
+        """Table entries that pointed at these blocks are gone."""
+        entries = self._entries
+        for block_id in block_ids:
+            count = entries[block_id] - 1
+            if count:
+                entries[block_id] = count
+            else:
+                del entries[block_id]
+            if count == 1:
+                self._shared_tokens -= self._tail_tokens.pop(block_id, self.block_size)
+
+    def _count(self, block_ids: Iterable[int]) -> None:
+        entries = self._entries
+        for block_id in block_ids:
+            count = entries.get(block_id, 0)
+            entries[block_id] = count + 1
+            if count == 1:
+                self._shared_tokens += self.block_size
+
+    def _note_peaks(self) -> None:
+        self._peak_blocks = max(self._peak_blocks, len(self._entries))
+        self._peak_shared_tokens = max(self._peak_shared_tokens, self._shared_tokens)
+
+    def check_integrity(self, request_id: str) -> None:
+        """Raise `IntegrityError` where the account differs from the tables."""
+        expected: dict[int, int] = {}
+        filled: dict[int, int] = {}
+        for table in self.tables:
+            for index, block_id in enumerate(table.block_ids):
+                expected[block_id] = expected.get(block_id, 0) + 1
+                num = min(table.num_committed - index * self.block_size, self.block_size)
+                filled[block_id] = max(num, filled.get(block_id, 0))
+        for block_id in sorted(expected.keys() | self._entries.keys()):
+            want, have = expected.get(block_id, 0), self._entries.get(block_id, 0)
+            if want != have:
+                raise IntegrityError(
+                    f"request {request_id!r} counts {have} table entries for block {block_id}, "
+                    f"expected {want}"
+                )
+        shared_tokens = sum(filled[block_id] for block_id, num in expected.items() if num > 1)
+        if shared_tokens != self._shared_tokens:
+            raise IntegrityError(
+                f"request {request_id!r} counts {self._shared_tokens} shared tokens, expected "
+                f"{shared_tokens}"
+            )

@@ -1,0 +1,110 @@
+"""Bytes of a token, and blocks from a budget, against the paper's figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.errors import CapacityError
+from octavo.kv import KVShape, MemoryPlan, plan_memory
+
+GIB = 1 << 30
+OPT_13B = KVShape(40, 40, 128, 2)
+OPT_66B = KVShape(64, 72, 128, 2)
+OPT_175B = KVShape(96, 96, 128, 2)
+SMOLLM2 = KVShape(30, 3, 64, 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_bytes"),
+    [(OPT_13B, 819_200), (OPT_66B, 2_359_296), (OPT_175B, 4_718_592), (SMOLLM2, 23_040)],
+)
+def test_bytes_per_token(shape: KVShape, num_bytes: int) -> None:
+    assert shape.bytes_per_token == num_bytes
+    assert shape.bytes_per_block(16) == 16 * num_bytes
+
+
+def plan(shape: KVShape = SMOLLM2, **changes: object) -> MemoryPlan:
+    values: dict[str, object] = {
+        "available_bytes": 4 * GIB, "weights_bytes": GIB, "activation_bytes": GIB // 2,
+        "logits_bytes": GIB // 2, "block_size": 16, "max_model_len": 2048, "max_num_seqs": 256,
+    }  # fmt: skip
+    return plan_memory(shape=shape, **(values | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("shape", "kv_gib", "num_slots"),
+    [(OPT_13B, 12.0, 15_728), (OPT_66B, 21.3, 9_680), (OPT_175B, 264.0, 60_064)],
+)
+def test_slots_of_the_papers_set_ups(shape: KVShape, kv_gib: float, num_slots: int) -> None:
+    """Table 1: 15.7K, 9.7K and 60.1K slots."""
+    sized = plan(shape, available_bytes=1000 * GIB, kv_cache_memory_bytes=int(kv_gib * GIB))
+    assert sized.num_slots == num_slots
+    assert sized.num_slots // 2048 == {OPT_13B: 7, OPT_66B: 4, OPT_175B: 29}[shape]
+
+
+def test_the_terms_add_up_to_the_budget() -> None:
+    sized = plan(kv_share=0.5)
+    assert sized.num_blocks == GIB // (16 * 23_040)
+    assert sum(sized.terms().values()) == sized.budget_bytes
+    assert sized.budget_bytes + sized.left_bytes == sized.available_bytes
+    assert sized.left_bytes >= GIB
+    assert sized.max_seq_len == 2048
+
+
+def test_the_plan_prints_as_arithmetic() -> None:
+    lines = str(plan(num_blocks=100, max_model_len=64)).splitlines()
+    assert lines[0].split() == ["weights", "1.0", "GiB"]
+    assert lines[1].split()[:2] == ["+", "activations"]
+    assert lines[3].split("  ")[-1] == (
+        "100 blocks x 16 tokens x 23,040 B, --num-gpu-blocks-override"
+    )
+    assert lines[4].startswith("= budget")
+    assert "30 layers x 3 kv heads x 64 x 2 (K, V) x 2 B = 23,040 B a token" in lines[5]
+
+
+def test_no_more_than_the_sequences_can_use() -> None:
+    sized = plan(max_num_seqs=2, max_model_len=100)
+    assert sized.num_blocks == 2 * 7
+    assert sized.chosen_by == "all that 2 sequences of 100 tokens can use"
+
+
+def test_an_exact_number_is_taken_whatever_is_free() -> None:
+    sized = plan(num_blocks=1_000_000, kv_cache_memory_bytes=5)
+    assert sized.num_blocks == 1_000_000
+    assert sized.left_bytes < 0
+
+
+def test_not_one_block_says_the_arithmetic_and_the_flag() -> None:
+    with pytest.raises(CapacityError) as error:
+        plan(available_bytes=2 * GIB)
+    for part in (
+        "16 tokens x 23,040 B = 360.0 KiB", "2.0 GiB free - 1.0 GiB weights", "= 0 B",
+        "--max-num-batched-tokens",
+    ):  # fmt: skip
+        assert part in str(error.value)
+    with pytest.raises(CapacityError, match=r"is 1,000; raise it to at least 368,640"):
+        plan(kv_cache_memory_bytes=1000)
+    with pytest.raises(CapacityError, match="set --kv-cache-memory-bytes to 368,640"):
+        plan(available_bytes=2 * GIB + 400_000)
+    with pytest.raises(CapacityError, match=r"= -\d.*free some memory"):
+        plan(available_bytes=GIB)
+
+
+def test_more_kv_than_is_left_is_refused() -> None:
+    with pytest.raises(CapacityError, match=rf"lower it to at most {2 * GIB:,}"):
+        plan(kv_cache_memory_bytes=3 * GIB)
+
+
+def test_a_length_that_was_asked_for_must_fit() -> None:
+    with pytest.raises(CapacityError) as error:
+        plan(num_blocks=100)
+    for part in (
+        "max_model_len=2,048 tokens needs 128 KV blocks", "the pool has 100",
+        "--max-model-len to at most 1,600", "--num-gpu-blocks-override to 128",
+    ):  # fmt: skip
+        assert part in str(error.value)
+    with pytest.raises(CapacityError, match=r"--kv-cache-memory-bytes to at least 47,185,920"):
+        plan(kv_cache_memory_bytes=40_000_000)
+    relaxed = plan(num_blocks=100, require_max_model_len=False)
+    assert (relaxed.max_model_len, relaxed.max_seq_len) == (2048, 1600)
+    assert plan(num_blocks=100, max_model_len=1600).max_seq_len == 1600
