@@ -1,0 +1,14 @@
+"""Decisions: which sequences run in the next step, with how many tokens. No torch, no clock.
+
+`Scheduler` is the room's one door. Each step it serves the running sequences, oldest first, then
+admits waiting ones while the step's budget and the KV pool allow; when the pool is full, the last
+come gives its blocks back and waits. Time comes in as an argument, so the same objects serve a
+live engine and a simulation.
+"""
+
+from __future__ import annotations
+
+from octavo.sched.scheduler import Scheduler
+from octavo.sched.sequence import RequestStats, SeqUpdate
+
+__all__ = ["RequestStats", "Scheduler", "SeqUpdate"]
