@@ -1,0 +1,138 @@
+/* Norms, activation, rotary embedding and cache writes. elementwise_rows.h has the kernels; the
+ * argument structs are mirrored in elementwise.py (offsets and strides in elements). */
+#include <math.h>
+
+#include "octavo_cpu.h"
+#if OCTAVO_X86
+#include <immintrin.h>
+#endif
+
+struct norm_args {
+    void *out;
+    const void *x;
+    void *residual; /* or null */
+    const void *weight;
+    int64_t out_stride, x_stride, residual_stride;
+    int64_t num_tokens, width;
+    int32_t dtype, num_threads;
+    float eps;
+};
+
+struct silu_args {
+    void *out;
+    const void *gate_up;
+    int64_t out_stride, x_stride;
+    int64_t num_tokens, width; /* width of out */
+    int32_t dtype, num_threads;
+};
+
+struct rope_args {
+    void *query, *key;
+    const void *value;
+    const void *positions;
+    const float *cos_sin;
+    const int64_t *slot_mapping;
+    void *kv_cache;
+    const void *q_weight, *k_weight; /* or null */
+    int64_t query_stride, key_stride, value_stride;
+    int64_t num_tokens, max_positions;
+    int64_t num_blocks, block_stride, key_offset, value_offset;
+    int32_t num_heads, num_kv_heads, head_dim, rotary_dim, block_size;
+    int32_t dtype, wide_positions, num_threads; /* wide_positions: int64, not int32 */
+    float eps;
+};
+
+OCTAVO_INLINE int64_t rope_position(const struct rope_args *a, int64_t t) {
+    return a->wide_positions ? ((const int64_t *)a->positions)[t]
+                             : ((const int32_t *)a->positions)[t];
+}
+
+#define VW 4
+#define SUFFIX plain
+#include "vec.h"
+#include "elementwise_rows.h"
+#include "vec_end.h"
+
+#if OCTAVO_X86
+OCTAVO_TARGET_BEGIN(OCTAVO_FEATURES_AVX2)
+#define VW 8
+#define SUFFIX avx2
+#include "vec.h"
+#include "elementwise_rows.h"
+#include "vec_end.h"
+OCTAVO_TARGET_END
+
+OCTAVO_TARGET_BEGIN(OCTAVO_FEATURES_AVX512)
+#define VW 16
+#define SUFFIX avx512
+#include "vec.h"
+#include "elementwise_rows.h"
+#include "vec_end.h"
+OCTAVO_TARGET_END
+#endif
+
+typedef void (*row_kernel)(const void *args, int64_t from, int64_t to);
+
+#if OCTAVO_X86
+#define PICK(name) \
+    (octavo_isa() >= OCTAVO_ISA_AVX512 ? name##_avx512 \
+     : octavo_isa() >= OCTAVO_ISA_AVX2 ? name##_avx2 \
+                                       : name##_plain)
+#else
+#define PICK(name) name##_plain
+#endif
+
+/* Below this many elements a thread, waking it costs more than it saves. */
+enum { ELEMENTS_PER_THREAD = 32768 };
+
+struct row_job {
+    row_kernel kernel;
+    const void *args;
+    int64_t num_rows, rows_per_unit, next;
+};
+
+static void run_rows(void *argument) {
+    struct row_job *job = argument;
+    for (;;) {
+        const int64_t n = job->rows_per_unit;
+        const int64_t from = __atomic_fetch_add(&job->next, n, __ATOMIC_RELAXED);
+        if (from >= job->num_rows) return;
+        job->kernel(job->args, from, from + n < job->num_rows ? from + n : job->num_rows);
+    }
+}
+
+static void for_rows(row_kernel kernel, const void *args, int64_t num_rows, int64_t row_elements,
+                     int num_threads) {
+    const int64_t useful = num_rows * row_elements / ELEMENTS_PER_THREAD;
+    if (num_threads > useful) num_threads = (int)useful;
+    if (num_threads <= 1) {
+        kernel(args, 0, num_rows);
+        return;
+    }
+    struct row_job job = {kernel, args, num_rows, num_rows / (4 * num_threads) + 1, 0};
+    octavo_team(run_rows, &job, num_threads);
+}
+
+enum { OK = 0, BAD_POSITION = 1, BAD_SLOT = 2 };
+
+OCTAVO_EXPORT int64_t octavo_rms_norm(const struct norm_args *a) {
+    for_rows(PICK(norm_rows), a, a->num_tokens, a->width, a->num_threads);
+    return OK;
+}
+
+OCTAVO_EXPORT int64_t octavo_silu_and_mul(const struct silu_args *a) {
+    for_rows(PICK(silu_rows), a, a->num_tokens, 2 * a->width, a->num_threads);
+    return OK;
+}
+
+/* Returns 0, or what is wrong + 8 x the token it is wrong about; then nothing was written. */
+OCTAVO_EXPORT int64_t octavo_rope_and_cache(const struct rope_args *a) {
+    for (int64_t t = 0; t < a->num_tokens; t++) {
+        const int64_t position = rope_position(a, t);
+        if (position < 0 || position >= a->max_positions) return BAD_POSITION + 8 * t;
+        if (a->slot_mapping[t] >= a->num_blocks * a->block_size) return BAD_SLOT + 8 * t;
+    }
+    const int64_t elements = (int64_t)(a->num_heads + 2 * a->num_kv_heads) * a->head_dim;
+    for_rows(PICK(rope_rows), a, a->num_tokens, elements, a->num_threads);
+    return OK;
+}
