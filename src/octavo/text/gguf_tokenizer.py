@@ -1,0 +1,231 @@
+"""The tokenizer inside a GGUF file, rebuilt with the `tokenizers` library.
+
+Byte-level BPE (`tokenizer.ggml.model` gpt2) with the pre-tokenizer that `tokenizer.ggml.pre`
+names, and SentencePiece BPE with byte fallback (llama). Splitting rules are llama.cpp's, in the
+regular expressions of the original tokenizer.json files where it quotes them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from octavo.errors import TokenizerError
+from octavo.text.tokenizer import DEFAULT_TEMPLATE, FastTokenizer
+from octavo.weights.gguf_file import GGUFFile
+
+_CONTROL, _USER_DEFINED, _NORMAL, _UNKNOWN, _BYTE = 3, 4, 1, 2, 6
+"""Values of `tokenizer.ggml.token_type`."""
+_SPACE = "\u2581"
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
+    r"|%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+
+
+@dataclass(frozen=True, slots=True)
+class _Pre:
+    """How text is split before merging: each pattern in turn isolates its matches."""
+
+    patterns: tuple[str, ...]
+    add_bos: bool = False
+    """When the file does not say."""
+    ignore_merges: bool = False
+    """A word that is a token is taken whole."""
+    nfc: bool = False
+
+
+_DEFAULT = _Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
+_PLAIN = _Pre((_GPT2,))
+_DIGITS = _Pre((r"\p{N}", _GPT2))
+_LLAMA3 = _Pre((_WORDS % r"\p{N}{1,3}",), add_bos=True, ignore_merges=True)
+_LLAMA3_WORDS = _Pre((_WORDS % r"\p{N}{1,3}",))
+_QWEN2 = _Pre((_WORDS % r"\p{N}",), nfc=True)
+_GPT4O = _Pre((_CASED % (_SUFFIX, _SUFFIX, r"\p{N}{1,3}"),))
+
+_PRE_TOKENIZERS: dict[str, _Pre] = {
+    "": _DEFAULT,
+    "default": _DEFAULT,
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4"), _PLAIN),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
+    **dict.fromkeys(("exaone", "minerva-7b"), _DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _LLAMA3_WORDS),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "hunyuan"), _QWEN2),
+    "stablelm2": _Pre((_WORDS % r"\p{N}",)),
+    "falcon": _Pre((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
+    "tekken": _Pre((_CASED % ("", "", r"\p{N}"),), add_bos=True, ignore_merges=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
+}
+"""`tokenizer.ggml.pre` -> how to split."""
+
+
+def load_gguf_tokenizer(source: str | Path | GGUFFile) -> FastTokenizer:
+    """Build the tokenizer of a GGUF file.
+
+    Raises `TokenizerError` when the file has none or one of a kind octavo does not know.
+    """
+    file = source if isinstance(source, GGUFFile) else GGUFFile(source)
+    vocab = _Vocabulary(file)
+    if vocab.kind == "gpt2":
+        pre = _pre_tokenizer(vocab)
+        backend, add_bos = _byte_level(vocab, pre), pre.add_bos
+    elif vocab.kind == "llama":
+        backend, add_bos = _sentencepiece(vocab), True
+    else:
+        raise TokenizerError(
+            f"{vocab.path}: tokenizer {vocab.kind!r} is not supported; known: gpt2, llama; name "
+            "another with --tokenizer"
+        )
+    _add_special(backend, vocab)
+    return FastTokenizer(
+        backend,
+        eos_token_ids=file.eos_token_ids,
+        special_tokens=vocab.named_tokens(),
+        chat_templates=_templates(file.metadata),
+        add_bos=bool(vocab.get("add_bos_token", add_bos)),
+        add_eos=bool(vocab.get("add_eos_token", False)),
+    )
+
+
+class _Vocabulary:
+    """`tokenizer.ggml.*` of a file, checked."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.path, self._metadata = file.path, file.metadata
+        self.kind: str = self.get("model", "none")
+        self.tokens: list[str] = self.get("tokens", [])
+        if not self.tokens:
+            raise TokenizerError(
+                f"no tokenizer in {self.path} (no tokenizer.ggml.tokens); name one with "
+                "--tokenizer, or use --skip-tokenizer-init and pass token ids"
+            )
+        self.types: list[int] = self.get("token_type") or [_NORMAL] * len(self.tokens)
+        # of two tokens spelled alike (padding) the first is meant
+        self.ids = {t: i for i, t in reversed(list(enumerate(self.tokens)))}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._metadata.get(f"tokenizer.ggml.{key}", default)
+
+    def merges(self) -> list[tuple[str, str]]:
+        """The file's merges; either side may itself start with a space."""
+        merges = []
+        for line in self.get("merges", []):
+            at = line.find(" ", 1)
+            if at < 0:
+                raise TokenizerError(f"{self.path} is damaged: the merge {line!r} is not a pair")
+            merges.append((line[:at], line[at + 1 :]))
+        return merges
+
+    def named_tokens(self) -> dict[str, str]:
+        """`bos_token` ... -> text."""
+        keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
+        defaults = {"bos": 1, "eos": 2, "unk": 0} if self.kind == "llama" else {}
+        named = {}
+        for name, key in keys.items():
+            token_id = self.get(f"{key}_token_id", defaults.get(name))
+            if isinstance(token_id, int) and 0 <= token_id < len(self.tokens):
+                named[f"{name}_token"] = self.tokens[token_id]
+        return named
+
+
+def _pre_tokenizer(vocab: _Vocabulary) -> _Pre:
+    name = vocab.get("pre", "")
+    pre = _PRE_TOKENIZERS.get(name)
+    if pre is None:
+        known = [k for k in _PRE_TOKENIZERS if k]
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+        raise TokenizerError(
+            f"{vocab.path}: pre-tokenizer {name!r} is not known (nearest: {near}; known: "
+            f"{', '.join(known)}); name another tokenizer with --tokenizer"
+        )
+    return pre
+
+
+def _byte_level(vocab: _Vocabulary, pre: _Pre) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab=vocab.ids, merges=vocab.merges(), ignore_merges=pre.ignore_merges)
+    )
+    splits = [pre_tokenizers.Split(Regex(p), behavior="isolated") for p in pre.patterns]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
+    if pre.nfc:
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(vocab: _Vocabulary) -> tokenizers.Tokenizer:
+    """BPE on the raw text with spaces written as U+2581, unknown characters as bytes."""
+    merges = vocab.merges() or _merges_by_score(vocab)
+    unknown = vocab.named_tokens().get("unk_token")
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=vocab.ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
+        )
+    )
+    prefix = bool(vocab.get("add_space_prefix", True))
+    steps = [normalizers.Prepend(_SPACE)] if prefix else []
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        + ([decoders.Strip(content=" ", left=1, right=0)] if prefix else [])
+    )
+    return backend
+
+
+def _merges_by_score(vocab: _Vocabulary) -> list[tuple[str, str]]:
+    """SentencePiece has no merges: neighbours that make a token may join, best score first."""
+    scores = vocab.get("scores") or [0.0] * len(vocab.tokens)
+    mergeable = {
+        t: scores[i]
+        for t, i in vocab.ids.items()
+        if vocab.types[i] in (_NORMAL, _USER_DEFINED) and len(t) > 0
+    }
+    ranked = []
+    for token, score in mergeable.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in mergeable and right in mergeable:
+                ranked.append((-score, vocab.ids[token], cut, left, right))
+    ranked.sort()
+    return [(left, right) for *_, left, right in ranked]
+
+
+def _add_special(backend: tokenizers.Tokenizer, vocab: _Vocabulary) -> None:
+    """Control tokens are special; user-defined ones are found whole in text but are text."""
+    unknown = (_UNKNOWN,) if vocab.kind == "llama" else ()
+    special, plain = [], []
+    for token, kind in zip(vocab.tokens, vocab.types, strict=False):
+        if token and kind in (_CONTROL, *unknown):
+            special.append(AddedToken(token, normalized=False, special=True))
+        elif token and kind == _USER_DEFINED:
+            plain.append(AddedToken(token, normalized=False, special=False))
+    backend.add_special_tokens(special)
+    backend.add_tokens(plain)
+
+
+def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """`tokenizer.chat_template`, and `tokenizer.chat_template.NAME` for further ones."""
+    prefix = "tokenizer.chat_template"
+    templates = {}
+    for key, value in metadata.items():
+        if key == prefix and isinstance(value, str):
+            templates[DEFAULT_TEMPLATE] = value
+        elif key.startswith(prefix + ".") and isinstance(value, str):
+            templates[key.removeprefix(prefix + ".")] = value
+    return templates

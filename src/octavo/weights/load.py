@@ -1,0 +1,169 @@
+"""From where the model lies to a model with weights in it.
+
+`open_model` reads the shape, `load_weights` streams the tensors; both know every format.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from octavo.arch import ModelArch
+from octavo.errors import ModelNotFoundError, WeightsError
+from octavo.hf_config import read_hf_config
+from octavo.weights.dummy import DummySource
+from octavo.weights.gguf import GGUFSource, read_gguf_arch
+from octavo.weights.gguf_file import GGUFFile
+from octavo.weights.locate import ModelFiles
+from octavo.weights.progress import NullProgress, Progress
+from octavo.weights.safetensors_source import SafetensorsSource
+from octavo.weights.source import WeightSource
+
+_BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
+"""Constants that old checkpoints carry along; the model computes its own."""
+_LISTED = 12
+"""Names shown of each kind of mismatch."""
+
+
+class LoadableModel(Protocol):
+    """What the loader needs of a model, which is never imported here."""
+
+    def parameters_spec(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face names and shapes of the tensors the model wants."""
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """Take one of them, of the right shape and of any floating-point type."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenModel:
+    """A model's shape, and its weights opened but not read; `source` is None for dummy weights."""
+
+    arch: ModelArch
+    source: WeightSource | None
+
+    def weight_source(self, model: LoadableModel, seed: int = 0) -> WeightSource:
+        """The file's weights, or random ones in the shapes `model` wants."""
+        return self.source or DummySource(model.parameters_spec(), seed)
+
+
+def open_model(files: ModelFiles) -> OpenModel:
+    """Read the headers of what `locate` found. Raises `ModelError`s that name the file."""
+    if files.config.suffix == ".gguf":
+        file = GGUFFile(files.config)
+        arch = read_gguf_arch(file)
+        return OpenModel(arch, GGUFSource(file, arch) if files.kind == "gguf" else None)
+    config = read_json(files.config)
+    if config is None:
+        raise ModelNotFoundError(f"no config.json in {files.config.parent}")
+    generation = read_json(files.config.with_name("generation_config.json"))
+    arch = read_hf_config(config, generation, str(files.config))
+    return OpenModel(arch, SafetensorsSource(files.path) if files.kind == "hf" else None)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object, or None when there is no such file. Raises `WeightsError` if it is damaged."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise WeightsError(f"{path} is damaged: not a JSON object")
+    return value
+
+
+def load_weights(
+    model: LoadableModel,
+    source: WeightSource,
+    arch: ModelArch,
+    *,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Hand every tensor of `source` to `model`, one at a time.
+
+    dtype: what the model computes in; matrices arrive in it, so that a quantized file is never
+    expanded to float32 as a whole. A tied head may be absent or present twice; buffers of old
+    checkpoints are skipped. Raises one `WeightsError` that lists everything missing, left over or
+    of the wrong shape, before anything is read.
+    """
+    spec = model.parameters_spec()
+    _check(spec, source, arch)
+    borrowed = _borrowed(spec, source.shapes(), arch)
+    progress = progress or NullProgress()
+    progress.start("loading weights", source.num_bytes)
+    try:
+        done = 0
+        for name, tensor, num_bytes in source.tensors(dtype):
+            for target in (name, borrowed.get(name)):
+                if target is not None and target in spec:
+                    model.load(target, tensor)
+            done += num_bytes
+            progress.update(done)
+    finally:
+        progress.finish()
+
+
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def _borrowed(
+    spec: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], arch: ModelArch
+) -> dict[str, str]:
+    """Tensors that serve a second name: a tied head, in whichever direction the file has it."""
+    if not arch.tie_word_embeddings:
+        return {}
+    if _HEAD in spec and _HEAD not in shapes:
+        return {_EMBEDDING: _HEAD}
+    if _EMBEDDING in spec and _EMBEDDING not in shapes:
+        return {_HEAD: _EMBEDDING}
+    return {}
+
+
+def _check(spec: Mapping[str, tuple[int, ...]], source: WeightSource, arch: ModelArch) -> None:
+    shapes = source.shapes()
+    served = set(shapes) | set(_borrowed(spec, shapes, arch).values())
+    missing = [name for name in spec if name not in served]
+    left_over = [
+        name
+        for name in shapes
+        if name not in spec
+        and not _BUFFERS.fullmatch(name)
+        and not (name == _HEAD and arch.tie_word_embeddings)
+    ]
+    wrong = [
+        f"{name} is {list(shapes[name])}, expected {list(spec[name])}"
+        for name in spec
+        if name in shapes and tuple(shapes[name]) != tuple(spec[name])
+    ]
+    problems = [
+        f"{len(names)} {what}: {_list(names)}"
+        for what, names in (
+            ("missing", missing), ("left over", left_over), ("of the wrong shape", wrong)
+        )
+        if names
+    ]  # fmt: skip
+    if problems:
+        raise WeightsError(
+            f"{source.name} does not hold the tensors of {arch.architecture}: "
+            + "; ".join(problems)
+        )
+
+
+def _list(names: list[str]) -> str:
+    more = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def num_parameters(source: WeightSource) -> int:
+    """Elements of all tensors in the file."""
+    return sum(math.prod(shape) for shape in source.shapes().values())

