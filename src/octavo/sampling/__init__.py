@@ -1,0 +1,21 @@
+"""Sampling: from logits to tokens, vectorised over the rows of a step, on any device.
+
+`SamplingState` keeps what each sequence needs between steps; `sample` turns one step's logits into
+tokens and logprobs. What a sequence draws depends on its own logits, parameters, seed and number
+of output tokens only: never on the other rows, their order, or an earlier preemption.
+"""
+
+from __future__ import annotations
+
+from octavo.sampling.batch import SamplingState
+from octavo.sampling.logprobs import prompt_logprobs
+from octavo.sampling.sampler import Sampled, choose_tokens, sample, sampling_bytes
+
+__all__ = [
+    "Sampled",
+    "SamplingState",
+    "choose_tokens",
+    "prompt_logprobs",
+    "sample",
+    "sampling_bytes",
+]
