@@ -1,0 +1,45 @@
+"""CPU backend on octavo's C kernels: reads and writes the pool in place through the block table."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.attention.base import ForwardContext, QKNorm
+from octavo.ops.cpu import attention, elementwise
+
+
+class CpuAttention:
+    """One C call rotates and writes, one C call attends; decodes, chunks and mixtures alike."""
+
+    name = "cpu"
+
+    def rope_and_cache(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layer: int,
+        ctx: ForwardContext,
+        qk_norm: QKNorm | None,
+    ) -> None:
+        """See `AttentionBackend.rope_and_cache`."""
+        q_weight = k_weight = None
+        eps = 0.0
+        if qk_norm is not None:
+            q_weight, k_weight, eps = qk_norm.query_weight, qk_norm.key_weight, qk_norm.eps
+        elementwise.rope_and_cache(
+            query, key, value, ctx.rope_rows, ctx.cos_sin, ctx.slot_mapping, ctx.kv_cache, layer,
+            q_weight, k_weight, eps,
+        )  # fmt: skip
+
+    def attend(
+        self, query: Tensor, layer: int, scale: float, window: int, ctx: ForwardContext
+    ) -> Tensor:
+        """See `AttentionBackend.attend`."""
+        out = torch.empty(query.shape, dtype=query.dtype)
+        attention.paged_attention(
+            out, query, ctx.kv_cache, layer, ctx.block_tables, ctx.seq_lens, ctx.query_start_loc,
+            scale, window,
+        )  # fmt: skip
+        return out

@@ -1,0 +1,151 @@
+"""Plans become tensors: what the runner remembers of each sequence, and one step's flat batch.
+
+A plan is a difference, so the runner keeps tokens and block tables between steps. Tables live in
+one preallocated array with a row for each sequence that holds blocks; building a step's tensors is
+numpy indexing over those rows, without a Python loop over tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.plan import NewSeq, SeqPlan, StepPlan
+
+Ints = NDArray[np.int64]
+
+
+class SeqState:
+    """A sequence as the runner knows it: its tokens, and its row of the tables."""
+
+    __slots__ = ("_buffer", "num_blocks", "num_prompt_tokens", "num_tokens", "row")
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.num_prompt_tokens = self.num_tokens = len(token_ids)
+        self._buffer = np.empty(2 * len(token_ids) + 16, dtype=np.int64)
+        self._buffer[: len(token_ids)] = token_ids
+        self.row = -1
+        self.num_blocks = 0
+
+    def append(self, token_id: int) -> None:
+        """Add a sampled token."""
+        if self.num_tokens == len(self._buffer):
+            self._buffer = np.concatenate((self._buffer, np.empty_like(self._buffer)))
+        self._buffer[self.num_tokens] = token_id
+        self.num_tokens += 1
+
+    def tokens(self, start: int, stop: int) -> Ints:
+        """Token ids at positions start .. stop - 1; a view."""
+        assert stop <= self.num_tokens, f"token {stop - 1} of {self.num_tokens} is not known yet"
+        return self._buffer[start:stop]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's inputs, flat. Shapes as in `ForwardContext`; `T` tokens of `S` sequences."""
+
+    token_ids: Tensor
+    """[T] int64"""
+    positions: Tensor
+    """[T] int64"""
+    prompt_lens: Tensor
+    """[T] int64: prompt length of each token's sequence."""
+    slot_mapping: Tensor
+    """[T] int64"""
+    block_tables: Tensor
+    """[S, max_blocks] int32"""
+    seq_lens: Tensor
+    """[S] int32"""
+    query_start_loc: Tensor
+    """[S + 1] int32"""
+    last_rows: Tensor
+    """[num sampled] int64: the token of each sampling sequence whose logits are needed."""
+
+
+class InputBatch:
+    """Remembers sequences and block tables; turns a plan into a `Batch`.
+
+    block_size: tokens in a block; max_num_seqs: most sequences with blocks at one time;
+    max_blocks_per_seq: longest block table.
+    """
+
+    def __init__(self, block_size: int, max_num_seqs: int, max_blocks_per_seq: int) -> None:
+        self.block_size = block_size
+        self.seqs: dict[int, SeqState] = {}
+        self._tables = np.zeros((max_num_seqs, max_blocks_per_seq), dtype=np.int32)
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    def apply(self, plan: StepPlan) -> None:
+        """Forget, reset and add sequences, and bring their block tables up to date."""
+        for seq_id in plan.finished:
+            self._drop_table(self.seqs.pop(seq_id))
+        for seq_id in plan.preempted:
+            self._drop_table(self.seqs[seq_id])
+        for new in plan.new_seqs:
+            self._add(new)
+        for seq in plan.seqs:
+            if seq.new_block_ids or seq.replaced:
+                self._update_table(seq)
+
+    def _add(self, new: NewSeq) -> None:
+        assert new.seq_id not in self.seqs, f"sequence {new.seq_id} is announced twice"
+        self.seqs[new.seq_id] = SeqState(new.token_ids)
+
+    def _drop_table(self, state: SeqState) -> None:
+        if state.row >= 0:
+            self._free_rows.append(state.row)
+        state.row, state.num_blocks = -1, 0
+
+    def _update_table(self, seq: SeqPlan) -> None:
+        state = self.seqs[seq.seq_id]
+        if state.row < 0:
+            state.row = self._free_rows.pop()
+        row = self._tables[state.row]
+        if seq.replaced is not None:
+            index, block_id = seq.replaced
+            assert index < state.num_blocks, f"block {index} of {state.num_blocks} is replaced"
+            row[index] = block_id
+        stop = state.num_blocks + len(seq.new_block_ids)
+        row[state.num_blocks : stop] = seq.new_block_ids
+        state.num_blocks = stop
+
+    def block_table(self, seq_id: int) -> list[int]:
+        """Physical blocks of a sequence, as the runner sees them."""
+        state = self.seqs[seq_id]
+        table: list[int] = self._tables[state.row, : state.num_blocks].tolist()
+        return table
+
+    def build(self, seqs: list[SeqPlan]) -> Batch:
+        """The tensors of a step that computes `seqs`."""
+        states = [self.seqs[seq.seq_id] for seq in seqs]
+        rows = np.fromiter((s.row for s in states), np.int64, len(seqs))
+        starts = np.fromiter((seq.start for seq in seqs), np.int64, len(seqs))
+        counts = np.fromiter((seq.num_tokens for seq in seqs), np.int64, len(seqs))
+        query_start_loc = np.zeros(len(seqs) + 1, dtype=np.int64)
+        np.cumsum(counts, out=query_start_loc[1:])
+        token_ids = np.concatenate(
+            [s.tokens(q.start, q.start + q.num_tokens) for s, q in zip(states, seqs, strict=True)]
+        )
+        # Position of a token = its index in the batch, shifted by where its sequence starts.
+        shift = np.repeat(starts - query_start_loc[:-1], counts)
+        positions = np.arange(len(token_ids), dtype=np.int64) + shift
+        seq_lens = starts + counts
+        max_blocks = int(-(-seq_lens.max() // self.block_size))
+        block_ids = self._tables[np.repeat(rows, counts), positions // self.block_size]
+        slots = block_ids.astype(np.int64) * self.block_size + positions % self.block_size
+        prompt_lens = np.fromiter((s.num_prompt_tokens for s in states), np.int64, len(seqs))
+        sampled = np.fromiter((seq.sample for seq in seqs), np.bool_, len(seqs))
+        return Batch(
+            token_ids=torch.from_numpy(token_ids),
+            positions=torch.from_numpy(positions),
+            prompt_lens=torch.from_numpy(np.repeat(prompt_lens, counts)),
+            slot_mapping=torch.from_numpy(slots),
+            block_tables=torch.from_numpy(self._tables[rows, :max_blocks]),
+            seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
+            query_start_loc=torch.from_numpy(query_start_loc.astype(np.int32)),
+            last_rows=torch.from_numpy(query_start_loc[1:][sampled] - 1),
+        )

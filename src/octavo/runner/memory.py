@@ -1,0 +1,88 @@
+"""How much memory there is, and how much a step needs besides weights and KV."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from octavo.arch import ModelArch
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_bytes() -> int:
+    """Memory this process can still take: the machine's, or its control group's if that is less.
+
+    Memory of other processes is thereby noticed; page cache counts as available.
+    """
+    import psutil
+
+    available = int(psutil.virtual_memory().available)
+    for left in _cgroup_left():
+        available = min(available, left)
+    return available
+
+
+def _cgroup_left() -> list[int]:
+    """Bytes left under each control group limit that holds this process (version 2, then 1)."""
+    found = []
+    for folder in _cgroup_folders():
+        limit = _read_int(folder / "memory.max")
+        used = _read_int(folder / "memory.current")
+        reclaimable = _read_stat(folder / "memory.stat", "inactive_file")
+        if limit is not None and used is not None:
+            found.append(max(0, limit - used + reclaimable))
+    legacy = _CGROUP / "memory"
+    limit = _read_int(legacy / "memory.limit_in_bytes")
+    used = _read_int(legacy / "memory.usage_in_bytes")
+    if limit is not None and used is not None:
+        reclaimable = _read_stat(legacy / "memory.stat", "total_inactive_file")
+        found.append(max(0, limit - used + reclaimable))
+    return found
+
+
+def _cgroup_folders() -> list[Path]:
+    """The process's version 2 group and its parents, as far as they are visible."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    own = next((line[3:] for line in lines if line.startswith("0::")), None)
+    if own is None:
+        return []
+    folder = _CGROUP / own.strip("/")
+    return [folder, *(p for p in folder.parents if p == _CGROUP or _CGROUP in p.parents)]
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        return int(path.read_text().strip())
+    except (OSError, ValueError):
+        return None
+
+
+def _read_stat(path: Path, key: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{key} ")), 0)
+
+
+def process_bytes() -> int:
+    """Resident memory of this process."""
+    import psutil
+
+    return int(psutil.Process(os.getpid()).memory_info().rss)
+
+
+def activation_bytes(arch: ModelArch, num_tokens: int, element_bytes: int) -> int:
+    """Upper bound of a layer's live tensors for a step of `num_tokens` tokens.
+
+    At most these are alive at once: the residual stream, its norm, q k v and the attention output,
+    gate, up and their product (float32 inside the sampler is counted with the logits).
+    """
+    qkv = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
+    widths = 2 * arch.hidden_size + qkv + arch.num_heads * arch.head_dim
+    widths += 3 * arch.intermediate_size
+    return num_tokens * widths * element_bytes
