@@ -1,0 +1,143 @@
+"""One completion of a request as it grows: token ids, text, logprobs, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from octavo.outputs import CompletionOutput, Logprob, PositionLogprobs
+from octavo.plan import TokenLogprobs
+from octavo.request import FinishReason, SamplingParams
+from octavo.text.detok import IncrementalDetokenizer, StopChecker, StopFound, TokenTexts
+
+if TYPE_CHECKING:
+    from octavo.sched import SeqUpdate
+
+
+class TextMaker:
+    """Tokens to text that may be shown, up to a stop string."""
+
+    def __init__(
+        self, texts: TokenTexts, params: SamplingParams, prompt_token_ids: Sequence[int]
+    ) -> None:
+        self._detok = IncrementalDetokenizer(
+            texts,
+            prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
+        stops: Sequence[str] = params.stop or ()  # a lone string is a list since its validation
+        self._stops = StopChecker(
+            [stops] if isinstance(stops, str) else stops,
+            include_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+        self.shows_stop_token = params.include_stop_str_in_output
+
+    def push(self, token_id: int, num_tokens: int) -> StopFound:
+        """Output token number `num_tokens` (from 1)."""
+        return self._stops.push(self._detok.push((token_id,)), num_tokens)
+
+    def flush(self, num_tokens: int) -> StopFound:
+        """The end after `num_tokens` tokens: what was held back, which may end in a stop string."""
+        found = self._stops.push(self._detok.flush(), num_tokens)
+        if found.stop is not None:
+            return found
+        return StopFound(found.text + self._stops.flush(), None)
+
+
+class Completion:
+    """The state of one of a request's `n` completions."""
+
+    __slots__ = ("_cumulative", "_logprobs", "_num_given", "_parts", "_text", "_texts",
+                 "finish_reason", "index", "stop_reason", "token_ids")  # fmt: skip
+
+    def __init__(
+        self, index: int, text: TextMaker | None, texts: TokenTexts | None, *, with_logprobs: bool
+    ) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self._text, self._texts = text, texts
+        self._parts: list[str] = []
+        self._logprobs: list[PositionLogprobs] | None = [] if with_logprobs else None
+        self._cumulative: float | None = 0.0 if with_logprobs else None
+        self._num_given = 0
+
+    def take(self, update: SeqUpdate) -> str | None:
+        """Take in new tokens; the stop string that they completed, if they did."""
+        by_token = update.finish_reason is FinishReason.STOP
+        last = len(update.token_ids) - 1
+        for i, token_id in enumerate(update.token_ids):
+            self.token_ids.append(token_id)
+            if self._logprobs is not None and update.logprobs:
+                self._add_logprobs(update.logprobs[i])
+            if self._text is None:
+                continue
+            if by_token and i == last and not self._text.shows_stop_token:
+                continue
+            found = self._text.push(token_id, len(self.token_ids))
+            self._parts.append(found.text)
+            if found.stop is not None:
+                self._text = None
+                self.finish_reason, self.stop_reason = FinishReason.STOP, found.stop
+                return found.stop
+        if update.finish_reason is not None:
+            self.end(update.finish_reason, update.stop_reason)
+        return None
+
+    def end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """It ended by itself or was aborted: nothing is held back any more."""
+        if self._text is not None:
+            found = self._text.flush(len(self.token_ids))
+            self._parts.append(found.text)
+            if found.stop is not None:
+                reason, stop_reason = FinishReason.STOP, found.stop
+        self._text = None
+        self.finish_reason, self.stop_reason = reason, stop_reason
+
+    def snapshot(self) -> CompletionOutput:
+        """All of it so far, copied."""
+        self._parts = ["".join(self._parts)]
+        logprobs = None if self._logprobs is None else list(self._logprobs)
+        return self._output(self._parts[0], list(self.token_ids), logprobs)
+
+    def delta(self) -> CompletionOutput:
+        """What came since the last call."""
+        text = "".join(self._parts)
+        self._parts = []
+        first, self._num_given = self._num_given, len(self.token_ids)
+        logprobs = None if self._logprobs is None else self._logprobs[first:]
+        return self._output(text, self.token_ids[first:], logprobs)
+
+    def _output(
+        self, text: str, token_ids: list[int], logprobs: list[PositionLogprobs] | None
+    ) -> CompletionOutput:
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=token_ids,
+            cumulative_logprob=self._cumulative,
+            logprobs=logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def _add_logprobs(self, entry: TokenLogprobs) -> None:
+        assert self._logprobs is not None and self._cumulative is not None
+        self._logprobs.append(position_logprobs(entry, self._texts))
+        self._cumulative += entry.logprob
+
+
+def position_logprobs(entry: TokenLogprobs, texts: TokenTexts | None) -> PositionLogprobs:
+    """By token id, the position's own token first, then the most probable ones, best first."""
+    found = {entry.token_id: _logprob(entry.token_id, entry.logprob, entry.rank, texts)}
+    for rank, (token_id, logprob) in enumerate(entry.top, start=1):
+        if token_id != entry.token_id:
+            found[token_id] = _logprob(token_id, logprob, rank, texts)
+    return found
+
+
+def _logprob(token_id: int, logprob: float, rank: int, texts: TokenTexts | None) -> Logprob:
+    return Logprob(logprob, rank, None if texts is None else texts.text(token_id))

@@ -1,0 +1,70 @@
+"""What the pool looked like over a run: peaks and means, kept in constant memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.kv import KVCacheManager
+from octavo.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSummary:
+    """The pool over all steps so far; means are over steps that held blocks."""
+
+    num_steps: int
+    num_tokens_computed: int
+    peak_blocks: int
+    """Most blocks referenced at one time."""
+    peak_seqs: int
+    """Most sequences in one step."""
+    mean_seqs: float
+    mean_used_slots: float
+    """Mean number of slots that held a token."""
+    mean_allocated_slots: float
+    """Mean number of slots in referenced blocks."""
+    mean_saved_slots: float
+    """Mean number of slots that sharing saved: logical less physical."""
+
+    @property
+    def used_ratio(self) -> float:
+        """Share of the slots in referenced blocks that held tokens; 1 before the first step."""
+        if not self.mean_allocated_slots:
+            return 1.0
+        return self.mean_used_slots / self.mean_allocated_slots
+
+
+class PoolHistory:
+    """Looks at the ledger once a step."""
+
+    def __init__(self, kv: KVCacheManager) -> None:
+        self._kv = kv
+        self._num_steps = self._num_tokens = self._num_seqs = 0
+        self._peak_blocks = self._peak_seqs = 0
+        self._used = self._allocated = self._saved = 0
+
+    def record(self, plan: StepPlan) -> None:
+        """Take in the state that the plan has made, before its sequences end."""
+        ledger = self._kv.ledger()
+        self._num_steps += 1
+        self._num_tokens += plan.num_tokens
+        self._num_seqs += len(plan.seqs)
+        self._used += ledger.tokens
+        self._allocated += ledger.num_allocated_slots
+        self._saved += ledger.shared_saved
+        self._peak_blocks = max(self._peak_blocks, ledger.num_physical_blocks)
+        self._peak_seqs = max(self._peak_seqs, len(plan.seqs))
+
+    def summary(self) -> PoolSummary:
+        """Everything so far."""
+        steps = max(1, self._num_steps)
+        return PoolSummary(
+            num_steps=self._num_steps,
+            num_tokens_computed=self._num_tokens,
+            peak_blocks=self._peak_blocks,
+            peak_seqs=self._peak_seqs,
+            mean_seqs=self._num_seqs / steps,
+            mean_used_slots=self._used / steps,
+            mean_allocated_slots=self._allocated / steps,
+            mean_saved_slots=self._saved / steps,
+        )

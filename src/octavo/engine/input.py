@@ -1,0 +1,266 @@
+"""From what a user sends to what the scheduler takes: validation, tokenizing, resolved ids."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from octavo.errors import InvalidRequestError, RequestCapacityError
+from octavo.request import Request, SamplerParams, SamplingParams
+from octavo.text.tokenizer import Tokenizer
+
+Prompt = str | list[int] | dict[str, Any]
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+
+_KEYS = ("prompt", "prompt_token_ids")
+
+
+class InputProcessor:
+    """Makes `Request`s. Knows the tokenizer and the model's limits, and nothing of the engine.
+
+    tokenizer: None where prompts are token ids only. vocab_size: ids the model has, padding
+    included. eos_token_ids: tokens that end a sequence; the tokenizer's by default. seed: the
+    engine's, source of the seeds of requests that bring none: the same requests in the same order
+    get the same seeds.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Iterable[int] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        if eos_token_ids is None:
+            eos_token_ids = () if tokenizer is None else tokenizer.eos_token_ids
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._seed = seed
+        self._num_seeds = 0
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        arrival_s: float = 0.0,
+        priority: int = 0,
+    ) -> tuple[Request, str | None]:
+        """The request, and the prompt's text (None for token ids without a tokenizer).
+
+        Raises `InvalidRequestError`, with `parameter` naming the field, for a prompt or a parameter
+        that cannot be used; `RequestCapacityError` for a prompt longer than the context.
+        """
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params must be a SamplingParams, got {type(params).__name__}",
+                parameter="sampling_params",
+            )
+        if not isinstance(request_id, str) or not request_id:
+            raise InvalidRequestError(
+                f"request_id must be a string that is not empty, got {request_id!r}",
+                parameter="request_id",
+            )
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidRequestError(
+                f"priority must be a whole number, got {priority!r}", parameter="priority"
+            )
+        sampler = self._sampler(params)
+        token_ids, text = self._prompt(prompt)
+        if params.seed is None:
+            self._num_seeds += 1
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            sampler=sampler,
+            n=params.n,
+            max_tokens=params.max_tokens,
+            eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
+            stop_token_ids=frozenset(params.stop_token_ids or ()),
+            priority=priority,
+            arrival_s=arrival_s,
+        )
+        return request, text
+
+    # -- the prompt -------------------------------------------------------------------------------
+
+    def _prompt(self, prompt: Prompt) -> tuple[list[int], str | None]:
+        name, value = _named(prompt)
+        if isinstance(value, str):
+            token_ids, text = self._encoded(value), value
+        else:
+            token_ids, text = self._checked_ids(value, name), None
+        if not token_ids:
+            raise InvalidRequestError(
+                f"{name} is empty: give at least one token (a model's text may start from "
+                '{"prompt_token_ids": [begin-of-sequence id]})',
+                parameter=name,
+            )
+        if len(token_ids) >= self._max_model_len:
+            raise RequestCapacityError(
+                f"prompt {len(token_ids):,} + 1 output token = {len(token_ids) + 1:,} tokens exceed"
+                f" max_model_len {self._max_model_len:,}: shorten the prompt to at most "
+                f"{self._max_model_len - 1:,} tokens, or raise --max-model-len",
+                parameter=name,
+            )
+        if text is None and self._tokenizer is not None:
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return token_ids, text
+
+    def _encoded(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                "prompt is text but the engine has no tokenizer: pass "
+                '{"prompt_token_ids": [...]}, or start without --skip-tokenizer-init',
+                parameter="prompt",
+            )
+        if not text:
+            return []
+        token_ids = self._tokenizer.encode(text)
+        return self._checked_ids(token_ids, "prompt")
+
+    def _checked_ids(self, token_ids: Collection[Any], name: str) -> list[int]:
+        """A list of ids of the vocabulary; `name` is the parameter that a refusal names."""
+        for place, token_id in enumerate(token_ids):
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise InvalidRequestError(
+                    f"{name} must hold token ids (whole numbers), got {token_id!r} at index "
+                    f"{place}",
+                    parameter=name,
+                )
+            if not 0 <= token_id < self._vocab_size:
+                raise InvalidRequestError(
+                    f"{name} holds token id {token_id} at index {place}, but the model's "
+                    f"vocabulary ends at {self._vocab_size - 1}: use ids of this model's tokenizer",
+                    parameter=name,
+                )
+        return list(token_ids)
+
+    # -- the parameters ---------------------------------------------------------------------------
+
+    def _sampler(self, params: SamplingParams) -> SamplerParams:
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            self._checked_ids(getattr(params, name) or (), name)
+        if params.stop and self._tokenizer is None:
+            raise self._needs_tokenizer("stop", "stop_token_ids")
+        masked: frozenset[int] = frozenset()
+        if params.min_tokens:
+            masked = self._eos_token_ids | frozenset(params.stop_token_ids or ())
+        allowed = params.allowed_token_ids
+        sampler = SamplerParams(
+            temperature=float(params.temperature),
+            top_p=float(params.top_p),
+            top_k=max(params.top_k, 0),
+            min_p=float(params.min_p),
+            presence_penalty=float(params.presence_penalty),
+            frequency_penalty=float(params.frequency_penalty),
+            repetition_penalty=float(params.repetition_penalty),
+            seed=self._drawn_seed() if params.seed is None else params.seed,
+            logit_bias=tuple((i, float(bias)) for i, bias in (params.logit_bias or {}).items()),
+            allowed_token_ids=None if allowed is None else tuple(dict.fromkeys(allowed)),
+            bad_words=self._bad_words(params.bad_words or ()),
+            min_tokens=params.min_tokens,
+            min_tokens_masked_ids=tuple(sorted(masked)),
+            num_logprobs=params.logprobs,
+            num_prompt_logprobs=params.prompt_logprobs,
+        )
+        self._check_something_is_left(sampler)
+        return sampler
+
+    def _drawn_seed(self) -> int:
+        """A seed for a request that brings none; it is used up when the request is accepted."""
+        source = f"{self._seed}:{self._num_seeds}".encode()
+        return int.from_bytes(hashlib.blake2b(source, digest_size=8).digest()) >> 1
+
+    def _bad_words(self, words: Collection[str]) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each word as a text's start and behind a space, where these differ."""
+        if words and self._tokenizer is None:
+            raise self._needs_tokenizer("bad_words", "logit_bias of -100")
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare = word.lstrip() or word
+            at_start = self._word_ids(bare, word)
+            found[at_start] = None
+            behind_space = self._word_ids(" " + bare, word)
+            if behind_space[-len(at_start) :] != at_start:
+                found[behind_space] = None
+        return tuple(found)
+
+    def _word_ids(self, text: str, word: str) -> tuple[int, ...]:
+        assert self._tokenizer is not None
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if not token_ids:
+            raise InvalidRequestError(
+                f"bad_words: {word!r} has no tokens and cannot be forbidden", parameter="bad_words"
+            )
+        return tuple(self._checked_ids(token_ids, "bad_words"))
+
+    def _check_something_is_left(self, sampler: SamplerParams) -> None:
+        """Refuse masks that contradict each other from the first token on."""
+        if sampler.allowed_token_ids is None:
+            return
+        singles = {word[0] for word in sampler.bad_words if len(word) == 1}
+        left = set(sampler.allowed_token_ids) - singles
+        if not left:
+            raise InvalidRequestError(
+                "bad_words forbids every one of allowed_token_ids: nothing could be sampled; "
+                "allow more tokens or forbid fewer words",
+                parameter="bad_words",
+            )
+        if not left - set(sampler.min_tokens_masked_ids):
+            raise InvalidRequestError(
+                f"min_tokens={sampler.min_tokens} keeps out end-of-sequence and stop tokens, and "
+                "allowed_token_ids allows only those: nothing could be sampled; allow more tokens "
+                "or lower min_tokens to 0",
+                parameter="min_tokens",
+            )
+
+    def _needs_tokenizer(self, name: str, instead: str) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"{name} is text but the engine has no tokenizer: use {instead}, or start without "
+            "--skip-tokenizer-init",
+            parameter=name,
+        )
+
+
+def _named(prompt: Prompt) -> tuple[str, Any]:
+    """(parameter name, text or list of ids) of a prompt in any of its forms."""
+    if isinstance(prompt, str):
+        return "prompt", prompt
+    if isinstance(prompt, list | tuple):
+        return "prompt_token_ids", prompt
+    if not isinstance(prompt, dict):
+        raise InvalidRequestError(
+            "prompt must be text, a list of token ids, or a dict with one of "
+            f"{' and '.join(map(repr, _KEYS))}, got {type(prompt).__name__}",
+            parameter="prompt",
+        )
+    for key in prompt:
+        if key not in _KEYS:
+            raise InvalidRequestError(
+                f"unknown key {key!r} in the prompt; known are: {', '.join(_KEYS)}",
+                parameter=str(key),
+            )
+    if len(prompt) != 1:
+        raise InvalidRequestError(
+            f"the prompt must have exactly one of {', '.join(_KEYS)}, got {len(prompt)} of them",
+            parameter="prompt",
+        )
+    name, value = next(iter(prompt.items()))
+    if name == "prompt" and not isinstance(value, str):
+        raise InvalidRequestError(
+            f"prompt must be text, got {type(value).__name__}; token ids go into prompt_token_ids",
+            parameter="prompt",
+        )
+    if name == "prompt_token_ids" and not isinstance(value, list | tuple):
+        raise InvalidRequestError(
+            f"prompt_token_ids must be a list of token ids, got {type(value).__name__}",
+            parameter="prompt_token_ids",
+        )
+    return name, value

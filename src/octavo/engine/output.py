@@ -1,0 +1,200 @@
+"""From what sequences gained to what users get: text, stop strings, logprobs, `RequestOutput`s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from octavo.engine.completion import Completion, TextMaker, position_logprobs
+from octavo.outputs import PositionLogprobs, RequestKVUsage, RequestMetrics, RequestOutput
+from octavo.request import FinishReason, Request, SamplingParams
+from octavo.text.detok import TokenTexts
+
+if TYPE_CHECKING:
+    from octavo.sched import SeqUpdate
+    from octavo.text.tokenizer import Tokenizer
+
+Stats = Callable[[str], tuple[RequestMetrics, RequestKVUsage] | None]
+"""Times and KV usage of a request until now, by its id; None: not known."""
+
+
+class OutputKind(Enum):
+    """What a `RequestOutput` holds, and when there is one."""
+
+    CUMULATIVE = auto()
+    """After each step that added something: all of it so far, all `n` completions. Copies the
+    output each time, so that its cost grows with the length."""
+    DELTA = auto()
+    """After each step that added something: what is new, of the completions that have news.
+    Prompt logprobs come with the first. `cumulative_logprob` stays a total."""
+    FINAL_ONLY = auto()
+    """Once, when the request has ended."""
+
+
+class OutputProcessor:
+    """Keeps the text of every request in the engine and makes its outputs.
+
+    An output belongs to whoever receives it: later steps do not change its text, lists or metrics
+    (`prompt_token_ids` and the entries of `logprobs` are shared between the outputs of a request
+    and are not to be changed).
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._texts = None if tokenizer is None else TokenTexts(tokenizer)
+        self._records: dict[str, _Record] = {}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def add(
+        self,
+        request: Request,
+        prompt: str | None,
+        params: SamplingParams,
+        kind: OutputKind = OutputKind.CUMULATIVE,
+    ) -> None:
+        """Expect updates of a request that the engine has taken."""
+        assert request.request_id not in self._records, f"request {request.request_id} is there"
+        self._records[request.request_id] = _Record(request, prompt, params, kind, self._texts)
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request without an output; one that is not here is fine."""
+        self._records.pop(request_id, None)
+
+    def abort(
+        self, request_id: str, now_s: float, stats: Stats | None = None
+    ) -> RequestOutput | None:
+        """End a request: its last output, with what it has. None if it is not here."""
+        record = self._records.pop(request_id, None)
+        if record is None:
+            return None
+        for completion in record.completions:
+            if completion.finish_reason is None:
+                completion.end(FinishReason.ABORT, None)
+                record.news[completion.index] = None
+        return record.output(now_s, stats)
+
+    def process(
+        self, updates: Iterable[SeqUpdate], now_s: float, stats: Stats | None = None
+    ) -> tuple[list[RequestOutput], list[tuple[int, str]]]:
+        """Take in one step: (outputs, sequences to stop as (seq_id, stop string)).
+
+        stats: asked for every output's times and KV usage, of which it gets a copy. Without it an
+        output has the times at which its tokens came here, and no KV usage.
+
+        Updates of requests that are not here, and of sequences that have ended here (a stop string
+        was found while a further step was under way), are ignored.
+        """
+        touched: dict[str, _Record] = {}
+        to_stop: list[tuple[int, str]] = []
+        for update in updates:
+            record = self._records.get(update.request_id)
+            if record is None:
+                continue
+            stop = record.take(update, now_s)
+            if stop is not None:
+                to_stop.append((update.seq_id, stop))
+            touched[update.request_id] = record
+        outputs = []
+        for request_id, record in touched.items():
+            if record.finished:
+                del self._records[request_id]
+            elif record.kind is OutputKind.FINAL_ONLY or not record.news:
+                continue
+            outputs.append(record.output(now_s, stats))
+        return outputs, to_stop
+
+
+class _Record:
+    """One request: its completions so far and what of them is news."""
+
+    def __init__(
+        self,
+        request: Request,
+        prompt: str | None,
+        params: SamplingParams,
+        kind: OutputKind,
+        texts: TokenTexts | None,
+    ) -> None:
+        self.kind = kind
+        self.news: dict[int, None] = {}
+        """Completions that have changed since the last output, in the order of their changes."""
+        self._request, self._prompt, self._texts = request, prompt, texts
+        self._metrics = RequestMetrics(arrival_s=request.arrival_s)
+        self._num_unfinished = request.n
+        self._prompt_logprobs: list[PositionLogprobs | None] | None = None
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs = [None]
+        self._prompt_logprobs_given = False
+        shown = texts if params.detokenize else None
+        self.completions = [
+            Completion(
+                index,
+                None if shown is None else TextMaker(shown, params, request.prompt_token_ids),
+                texts,
+                with_logprobs=params.logprobs is not None,
+            )
+            for index in range(request.n)
+        ]
+
+    @property
+    def finished(self) -> bool:
+        return not self._num_unfinished
+
+    def take(self, update: SeqUpdate, now_s: float) -> str | None:
+        """Take in one sequence's update; a stop string for which the sequence must be stopped."""
+        if (
+            update.prompt_logprobs
+            and update.sample_index == 0
+            and self._prompt_logprobs is not None
+        ):
+            self._prompt_logprobs += [
+                position_logprobs(entry, self._texts) for entry in update.prompt_logprobs
+            ]
+        completion = self.completions[update.sample_index]
+        if completion.finish_reason is not None:
+            return None
+        if not update.token_ids and update.finish_reason is None:
+            return None
+        self.news[update.sample_index] = None
+        num_before = len(completion.token_ids)
+        stop = completion.take(update)
+        num_new = len(completion.token_ids) - num_before
+        if num_new:
+            self._metrics.num_generation_tokens += num_new
+            self._metrics.last_token_s = now_s
+            if self._metrics.first_token_s is None:
+                self._metrics.first_token_s = now_s
+        if completion.finish_reason is not None:
+            self._num_unfinished -= 1
+        return stop if update.finish_reason is None else None
+
+    def output(self, now_s: float, stats: Stats | None) -> RequestOutput:
+        """The output for now; what was news is none afterwards."""
+        finished = all(c.finish_reason is not None for c in self.completions)
+        known = None if stats is None else stats(self._request.request_id)
+        metrics, kv = known or (self._metrics, RequestKVUsage())
+        finished_s = metrics.finished_s
+        if finished and finished_s is None:
+            finished_s = now_s
+        prompt_logprobs = self._prompt_logprobs
+        if self.kind is OutputKind.DELTA:
+            outputs = [self.completions[i].delta() for i in sorted(self.news)]
+            if self._prompt_logprobs_given:
+                prompt_logprobs = None
+            self._prompt_logprobs_given = True
+        else:
+            outputs = [completion.snapshot() for completion in self.completions]
+        self.news = {}
+        return RequestOutput(
+            request_id=self._request.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._request.prompt_token_ids,
+            prompt_logprobs=None if prompt_logprobs is None else list(prompt_logprobs),
+            outputs=outputs,
+            finished=finished,
+            metrics=replace(metrics, finished_s=finished_s),
+            kv=replace(kv),
+        )
