@@ -1,0 +1,1 @@
+"""Measuring: workloads, offline throughput, latency. `octavo bench` is its command line."""

@@ -1,0 +1,1 @@
+"""The command line. `main` finds the command; each command's module is imported when it runs."""

@@ -1,0 +1,171 @@
+"""`octavo bench throughput | latency`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from octavo.cli.flags import EngineFlags, flags, parse
+from octavo.cli.start import start_engine
+from octavo.errors import InvalidRequestError
+from octavo.request import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo import LLM
+    from octavo.bench.workload import Workload
+
+
+@flags
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """Run many requests as one batch and tell the tokens per second, and how full the blocks were.
+
+    Output lengths are exact: end-of-sequence is ignored.
+    """
+
+    dataset: Path | None = None
+    """Lengths or prompts from a .csv or .jsonl file (.gz or not): rows with input_tokens and
+    output_tokens, or with prompt_ids and max_tokens. By default, random lengths."""
+    num_prompts: int = 64
+    """How many requests, drawn from the dataset by --seed; its own order if it has no more."""
+    input_len: int = 160
+    """Mean prompt length of random requests."""
+    output_len: int = 128
+    """Mean output length of random requests."""
+    random_range_ratio: float = 0.5
+    """Random lengths are up to this share shorter or longer than the mean."""
+    temperature: float = 0.0
+    """Logits are divided by it; 0 is greedy."""
+    disable_detokenize: bool = False
+    """Leave out the work of making text."""
+    memory: bool = False
+    """Print the memory report at the end."""
+    json: bool = False
+    """End with one line of JSON."""
+    engine: EngineFlags
+
+
+@flags
+@dataclass(frozen=True, kw_only=True)
+class Latency:
+    """Run a few requests alone, again and again, and tell how soon and how evenly tokens come.
+
+    Output lengths are exact: end-of-sequence is ignored.
+    """
+
+    batch_size: int = 1
+    """Requests at a time."""
+    input_len: int = 32
+    """Prompt length."""
+    output_len: int = 128
+    """Output length."""
+    num_iters: int = 5
+    """How often to measure."""
+    num_iters_warmup: int = 1
+    """How often to run before measuring."""
+    temperature: float = 0.0
+    """Logits are divided by it; 0 is greedy."""
+    disable_detokenize: bool = False
+    """Leave out the work of making text."""
+    memory: bool = False
+    """Print the memory report at the end."""
+    json: bool = False
+    """End with one line of JSON."""
+    engine: EngineFlags
+
+
+class _Result(Protocol):
+    def as_dict(self) -> dict[str, object]: ...
+
+
+def main(prog: str, argv: Sequence[str]) -> int:
+    """Run the command that `prog` ends with."""
+    command = {"throughput": _throughput, "latency": _latency}[prog.split()[-1]]
+    command(prog, argv)
+    return 0
+
+
+def _throughput(prog: str, argv: Sequence[str]) -> None:
+    args = parse(Throughput, prog, argv)
+    params, config = _params(args), args.engine.config()
+    from octavo.bench.throughput import run_throughput
+
+    with start_engine(config) as llm:
+        workload = _workload(args, llm)
+        result = run_throughput(llm, workload, params, use_tqdm=sys.stderr.isatty())
+        if workload.num_too_long:
+            print(f"{workload.num_too_long} requests of the dataset exceed the context: left out")
+        _print(args, llm, result)
+
+
+def _workload(args: Throughput, llm: LLM) -> Workload:
+    from octavo.bench.workload import random_workload, read_workload
+
+    if args.num_prompts < 1:
+        raise InvalidRequestError(
+            f"--num-prompts must be at least 1, got {args.num_prompts}", parameter="num_prompts"
+        )
+    if args.dataset is not None:
+        return read_workload(args.dataset, args.num_prompts, **_limits(llm))
+    return random_workload(
+        args.num_prompts,
+        args.input_len,
+        args.output_len,
+        args.random_range_ratio,
+        **_limits(llm),
+    )
+
+
+def _latency(prog: str, argv: Sequence[str]) -> None:
+    args = parse(Latency, prog, argv)
+    params, config = _params(args), args.engine.config()
+    for name in ("batch_size", "num_iters"):
+        if getattr(args, name) < 1:
+            flag = "--" + name.replace("_", "-")
+            raise InvalidRequestError(
+                f"{flag} must be at least 1, got {getattr(args, name)}", parameter=name
+            )
+    from octavo.bench.latency import run_latency
+    from octavo.bench.workload import random_workload
+
+    with start_engine(config) as llm:
+        workload = random_workload(
+            args.batch_size, args.input_len, args.output_len, 0.0, **_limits(llm)
+        )
+        result = run_latency(
+            llm,
+            workload,
+            params,
+            num_iters=args.num_iters,
+            num_iters_warmup=args.num_iters_warmup,
+        )
+        _print(args, llm, result)
+
+
+def _params(args: Throughput | Latency) -> SamplingParams:
+    detokenize = not (args.disable_detokenize or args.engine.skip_tokenizer_init)
+    return SamplingParams(temperature=args.temperature, detokenize=detokenize)
+
+
+def _limits(llm: LLM) -> dict[str, int]:
+    """What prompts must keep to."""
+    assert llm.config.max_model_len is not None, "resolved with the model"
+    return {
+        "vocab_size": llm.arch.vocab_size,
+        "max_model_len": llm.config.max_model_len,
+        "seed": llm.config.seed,
+    }
+
+
+def _print(args: Throughput | Latency, llm: LLM, result: _Result) -> None:
+    print(result)
+    if args.memory:
+        print(f"\n{llm.memory_report()}")
+    if args.json:
+        config = llm.config
+        engine = {"model": config.model, "dtype": config.dtype, "block_size": config.block_size}
+        print(json.dumps(engine | result.as_dict()))

@@ -1,0 +1,181 @@
+"""Flags made from `EngineConfig` and `SamplingParams`: names, defaults and help text are theirs.
+
+Only what a person at a terminal needs differently is said again here.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import tyro
+
+from octavo.config import EngineConfig
+from octavo.request import SamplingParams
+
+T = TypeVar("T")
+
+Hidden = tyro.conf.SuppressFixed[tyro.conf.Fixed[T]]
+"""A field that is no flag; it keeps its default."""
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """`4096`, `512M`, `1.5GB` (powers of 1000) or `2GiB` (powers of 1024) as a number of bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
+    unit = match.group(2).lower() if match else "?"
+    scale = (_UNITS | _BINARY_UNITS).get(unit)
+    if match is None or scale is None:
+        raise ValueError(f"not a size: {text!r}; write bytes, or a size such as 512M or 2GiB")
+    return int(float(match.group(1)) * scale)
+
+
+def _int_or_none(text: str) -> int | None:
+    return None if text.lower() == "none" else int(text)
+
+
+Bytes = Annotated[
+    int | None,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="BYTES",
+        instance_from_str=lambda args: parse_bytes(args[0]),
+        is_instance=lambda value: value is None or isinstance(value, int),
+        str_from_instance=lambda value: [str(value)],
+    ),
+]
+"""A number of bytes, with or without a unit."""
+
+IntOrNone = Annotated[
+    int | None,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="INT|none",
+        instance_from_str=lambda args: _int_or_none(args[0]),
+        is_instance=lambda value: value is None or isinstance(value, int),
+        str_from_instance=lambda value: ["none" if value is None else str(value)],
+    ),
+]
+"""A whole number, or the word `none`."""
+
+
+_METAVARS: dict[Any, str] = {
+    list[str] | None: "TEXT [TEXT ...]",
+    list[int] | None: "ID [ID ...]",
+    dict[int, float] | None: "ID BIAS [ID BIAS ...]",
+}
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass and its bases, as one line of text."""
+    docs: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(tree, ast.ClassDef)
+        for field, below in zip(tree.body, tree.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                name, doc = field.target, below.value
+                if isinstance(name, ast.Name) and isinstance(doc, ast.Constant):
+                    docs[name.id] = " ".join(str(doc.value).replace("`", "").split())
+    return docs
+
+
+def flags(kind: type[T]) -> type[T]:
+    """Decorates a dataclass of flags: help from the fields' docstrings, on one line, and no
+    `(default: ...)` where the default is to leave the thing alone (None, False, empty)."""
+    docs, hints = field_docs(kind), get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            continue
+        silent = (None, False, (), dataclasses.MISSING)
+        quiet = any(field.default is value for value in silent)
+        argument = tyro.conf.arg(
+            help=docs.get(field.name),
+            help_behavior_hint="" if quiet else None,
+            metavar=_METAVARS.get(hint),
+        )
+        one_way = (tyro.conf.FlagCreatePairsOff,) if field.default is False else ()
+        kind.__annotations__[field.name] = Annotated[(hint, argument, *one_way)]
+    return kind
+
+
+@flags
+@dataclass(frozen=True, kw_only=True)
+class EngineFlags(EngineConfig):
+    """The model, and the memory and steps it is served with."""
+
+    kv_cache_memory_bytes: Bytes = None
+    """Size of the KV pool, such as 512M or 2GiB; by default half of what is free after the
+    weights, and never more than max_num_seqs sequences of max_model_len can use."""
+
+    def __post_init__(self) -> None:
+        """Nothing: values are checked by `config()`, where an error reads as everywhere else."""
+
+    def config(self) -> EngineConfig:
+        """The checked configuration. Raises `ConfigError`."""
+        return EngineConfig.from_kwargs(**_as_dict(self, EngineConfig))
+
+
+@flags
+@dataclass(frozen=True, kw_only=True)
+class SamplingFlags(SamplingParams):
+    """How tokens are chosen, and when to stop. By default the most probable token, always."""
+
+    seed: Hidden[int | None] = None
+    stop: list[str] | None = None
+    """Strings that end the output; not part of it unless --include-stop-str-in-output."""
+    temperature: float = 0.0
+    """Logits are divided by it; 0 is greedy: the same answer every time."""
+    max_tokens: IntOrNone = 512
+    """Most tokens to generate; none: up to the context length."""
+
+    def __post_init__(self) -> None:
+        """Nothing: values are checked by `params()`, where an error reads as everywhere else."""
+
+    def params(self, **changes: Any) -> SamplingParams:
+        """The checked parameters, some changed. Raises `InvalidRequestError`."""
+        return SamplingParams.from_dict(_as_dict(self, SamplingParams) | changes)
+
+
+@flags
+@dataclass(frozen=True, kw_only=True)
+class ChatSamplingFlags(SamplingFlags):
+    """How tokens are chosen, and when to stop. By default with a little chance."""
+
+    n: Hidden[int] = 1
+    logprobs: Hidden[int | None] = None
+    prompt_logprobs: Hidden[int | None] = None
+    detokenize: Hidden[bool] = True
+    temperature: float = 0.2
+    """Logits are divided by it; 0 is greedy: the same answer every time."""
+    top_p: float = 0.9
+    """Sample from the smallest set of tokens whose probability reaches this; above 0, at most 1."""
+
+
+def _as_dict(flags: Any, kind: type) -> dict[str, Any]:
+    return {field.name: getattr(flags, field.name) for field in dataclasses.fields(kind)}
+
+
+def parse(kind: type[T], prog: str, argv: Sequence[str]) -> T:
+    """Read a command's arguments into its dataclass.
+
+    Prints help and exits 0 for `--help`; prints what is wrong, with the nearest flags, to stderr
+    and exits 2 for arguments that cannot be read.
+    """
+    return tyro.cli(
+        kind,
+        prog=prog,
+        args=list(argv),
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
+    )

@@ -1,0 +1,184 @@
+"""What `generate` is asked: prompts from arguments, files and stdin, as jobs for the engine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from octavo.errors import InvalidRequestError, OctavoError
+from octavo.outputs import RequestOutput
+from octavo.request import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo import LLM
+
+InputFormat = Literal["auto", "text", "lines", "jsonl"]
+Prompt = str | list[int]
+Messages = list[dict[str, Any]]
+MakeParams = Callable[..., SamplingParams]
+"""Sampling parameters from the flags, with some changed by keyword."""
+
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request to make."""
+
+    index: int
+    """Place in the input, from 0."""
+    params: SamplingParams
+    prompt: Prompt | None = None
+    """Text or token ids to continue; None where there are messages."""
+    messages: Messages | None = None
+    """A conversation to answer through the chat template."""
+    label: str | int | None = None
+    """The `id` of its JSONL line."""
+    verbatim: bool = False
+    """Whether the prompt is continued as it stands even where there is a chat template."""
+
+    @property
+    def title(self) -> str:
+        """The prompt in a few words."""
+        asked = self.messages[-1].get("content") if self.messages else self.prompt
+        text = " ".join(str(asked).split())
+        return text if len(text) <= 60 else text[:59] + "…"
+
+
+def read_stdin() -> str | None:
+    """All of stdin when something is piped into it, else None."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return None
+    return sys.stdin.read()
+
+
+def read_file(path: Path) -> str:
+    """A text file. Raises `InvalidRequestError` for one that cannot be read as UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequestError(
+            f"cannot read --file {path}: {error.strerror}", parameter="file"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(
+            f"--file {path} is not UTF-8 text: {error}", parameter="file"
+        ) from None
+
+
+def prompts_in(text: str, kind: Literal["text", "lines"]) -> list[str]:
+    """The prompts in a text: all of it, or one a line; blank ones are left out."""
+    parts = text.splitlines() if kind == "lines" else [text.rstrip("\n")]
+    return [part for part in parts if part.strip()]
+
+
+def jsonl_jobs(text: str, source: str, make_params: MakeParams, first: int = 0) -> list[Job]:
+    """Jobs from JSONL: `{"prompt"|"prompt_token_ids"|"messages": ..., "id": ..., and sampling
+    parameters}` a line, which override the flags.
+
+    Raises `InvalidRequestError` that names the line for anything that is not that.
+    """
+    jobs: list[Job] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            jobs.append(_jsonl_job(line, first + len(jobs), make_params))
+        except InvalidRequestError as error:
+            raise InvalidRequestError(
+                f"{source}, line {number}: {error}", parameter=error.parameter
+            ) from None
+    return jobs
+
+
+def _jsonl_job(line: str, index: int, make_params: MakeParams) -> Job:
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InvalidRequestError(f"not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise InvalidRequestError(f"must be an object with one of {', '.join(_PROMPT_KEYS)}")
+    given = [key for key in _PROMPT_KEYS if key in values]
+    if len(given) != 1:
+        raise InvalidRequestError(
+            f"needs exactly one of {', '.join(_PROMPT_KEYS)}; it has "
+            f"{' and '.join(given) or 'none of them'}"
+        )
+    asked = values.pop(given[0])
+    label = values.pop("id", None)
+    biases = values.get("logit_bias")
+    if isinstance(biases, dict):
+        values["logit_bias"] = {_token_id(key): bias for key, bias in biases.items()}
+    params = make_params(**values)
+    if given[0] == "messages":
+        return Job(index, params, messages=_checked_messages(asked), label=label)
+    return Job(index, params, prompt=_checked_prompt(given[0], asked), label=label, verbatim=True)
+
+
+def _token_id(key: str) -> int | str:
+    """JSON has only text as keys; what is no number is left for `SamplingParams` to refuse."""
+    return int(key) if key.isdecimal() else key
+
+
+def _checked_prompt(key: str, value: Any) -> Prompt:
+    if key == "prompt" and isinstance(value, str):
+        return value
+    if key == "prompt_token_ids" and isinstance(value, list):
+        return value
+    kind = "a string" if key == "prompt" else "a list of token ids"
+    raise InvalidRequestError(f"{key} must be {kind}, got {value!r:.60}", parameter=key)
+
+
+def _checked_messages(value: Any) -> Messages:
+    is_list = isinstance(value, list) and bool(value)
+    if not is_list or not all(isinstance(m, dict) and "role" in m for m in value):
+        raise InvalidRequestError(
+            'messages must be a list of {"role": ..., "content": ...}', parameter="messages"
+        )
+    return list(value)
+
+
+def run_jobs(
+    llm: LLM, jobs: Iterable[Job], after_step: Callable[[], None] = lambda: None
+) -> Iterator[tuple[Job, RequestOutput | OctavoError]]:
+    """Run jobs side by side; yields the state of each as it grows, and each one's end.
+
+    As many are in the engine as it runs at once, so that memory does not grow with the input. A
+    job that the engine refuses ends with the error; the others go on.
+    """
+    waiting = iter(jobs)
+    running: deque[tuple[Job, Iterator[RequestOutput]]] = deque()
+    more = True
+    while more or running:
+        while more and len(running) < llm.config.max_num_seqs:
+            job = next(waiting, None)
+            more = job is not None
+            if job is None:
+                break
+            try:
+                running.append((job, _start(llm, job)))
+            except OctavoError as error:
+                yield job, error
+        for _ in range(len(running)):
+            job, stream = running.popleft()
+            try:
+                output = next(stream)
+            except OctavoError as error:
+                yield job, error
+                continue
+            if not output.finished:
+                running.append((job, stream))
+            after_step()
+            yield job, output
+
+
+def _start(llm: LLM, job: Job) -> Iterator[RequestOutput]:
+    if job.messages is not None:
+        return llm.stream_chat(job.messages, job.params)
+    assert job.prompt is not None
+    return llm.stream(job.prompt, job.params)

@@ -1,0 +1,147 @@
+"""`octavo`: finds the command, runs it, and turns what goes wrong into one line and an exit status.
+
+Exit status: 0 done; 1 done in part, or a bug of octavo; 2 refused, with the reason on stderr;
+130 stopped by Ctrl-C; 141 nobody reads the output any more. OCTAVO_DEBUG=1 shows tracebacks.
+
+A command is one row of `COMMANDS` and one module with `main(prog, argv) -> int`, imported when it
+runs: `octavo --help` imports none of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """One row of the command table."""
+
+    name: str
+    """One word, or two for a command of a group."""
+    module: str
+    summary: str
+    """Half a line for `octavo --help`."""
+
+
+COMMANDS = (
+    Command("generate", "octavo.cli.generate", "answer prompts, streaming; JSONL in and out"),
+    Command("chat", "octavo.cli.chat", "talk with the model"),
+    Command("bench throughput", "octavo.cli.bench", "tokens per second of a batch of requests"),
+    Command("bench latency", "octavo.cli.bench", "how fast a few requests alone are answered"),
+    Command("models pull", "octavo.cli.models", "fetch a model, so that it starts at once"),
+    Command("models list", "octavo.cli.models", "models on this machine, with their sizes"),
+    Command("models rm", "octavo.cli.models", "delete a fetched model"),
+    Command("env", "octavo.cli.env", "what to paste into a bug report"),
+)
+
+_INTRO = "LLM inference and serving from memory you can see."
+_EXAMPLES = (
+    ("octavo generate 'Why is the sky blue?'", "one answer from the default model"),
+    ("octavo generate --show-blocks 'Count to ten'", "watch its KV blocks being taken"),
+    ("octavo generate --file requests.jsonl --jsonl", "a file of requests, as one batch"),
+    ("octavo chat --model ./my-model", "a conversation with a local model"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status. `argv` defaults to the process's own."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = os.environ.get("OCTAVO_DEBUG", "") not in ("", "0")
+    try:
+        status = _run(words)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # What is left in the buffer must not fail once more when Python closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        if debug:
+            raise
+        return _report(error)
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview(COMMANDS, "octavo"))
+        return 0
+    if words[0] == "--version":
+        from octavo import __version__
+
+        print(f"octavo {__version__}")
+        return 0
+    group = [command for command in COMMANDS if command.name.split()[0] == words[0]]
+    if len(group) > 1 and (len(words) == 1 or words[1] in ("-h", "--help")):
+        print(_overview(group, f"octavo {words[0]}"))
+        return 0
+    for command in group:
+        name = command.name.split()
+        if words[: len(name)] == name:
+            _set_up_logging()
+            run = import_module(command.module).main
+            return int(run(f"octavo {command.name}", words[len(name) :]))
+    return _unknown(words, group)
+
+
+def _overview(commands: Sequence[Command], prog: str) -> str:
+    bold, plain = ("\033[1m", "\033[0m") if _has_colour(sys.stdout) else ("", "")
+    lines = [f"usage: {prog} COMMAND [ARGUMENT ...]", ""]
+    lines += [_INTRO, ""] if len(commands) == len(COMMANDS) else []
+    lines += [f"{bold}Commands{plain}"]
+    lines += [f"  {bold}{c.name:18}{plain}{c.summary}" for c in commands]
+    if len(commands) == len(COMMANDS):
+        lines += ["", f"{bold}Examples{plain}"]
+        lines += [f"  {example:49}{meaning}" for example, meaning in _EXAMPLES]
+        lines += ["", "octavo --version tells the version."]
+    lines += ["", f"{prog} COMMAND --help explains a command and its flags."]
+    return "\n".join(lines)
+
+
+def _unknown(words: list[str], group: Sequence[Command]) -> int:
+    """Say which command was probably meant."""
+    asked = " ".join(words[:2]) if group else words[0]
+    known = {command.name for command in group or COMMANDS}
+    if not group:
+        known |= {name.split()[0] for name in known}
+    near = difflib.get_close_matches(asked, sorted(known), n=1, cutoff=0.5)
+    kind = "option" if asked.startswith("-") else "command"
+    hint = f"did you mean 'octavo {near[0]}'? " if near else ""
+    _complain(f"unknown {kind} {asked!r}; {hint}'octavo --help' lists the commands")
+    return 2
+
+
+def _report(error: Exception) -> int:
+    """One line on stderr; the exit status."""
+    from octavo.errors import OctavoError
+
+    if isinstance(error, OctavoError):
+        _complain(str(error))
+        return 2
+    _complain(
+        f"{type(error).__name__}: {error}; this is a bug of octavo: OCTAVO_DEBUG=1 shows where, "
+        "please report it with the output of 'octavo env'"
+    )
+    return 1
+
+
+def _complain(message: str) -> None:
+    red, plain = ("\033[31m", "\033[0m") if _has_colour(sys.stderr) else ("", "")
+    print(f"{red}octavo: {message}{plain}", file=sys.stderr)
+
+
+def _has_colour(stream: object) -> bool:
+    isatty = getattr(stream, "isatty", None)
+    return bool(isatty and isatty()) and "NO_COLOR" not in os.environ
+
+
+def _set_up_logging() -> None:
+    level = os.environ.get("OCTAVO_LOG_LEVEL", "WARNING").upper()
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")

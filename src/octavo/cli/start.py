@@ -1,0 +1,28 @@
+"""Starting an engine for a command, with a bar on stderr while a model is fetched."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octavo import LLM
+    from octavo.config import EngineConfig
+
+
+def start_engine(config: EngineConfig) -> LLM:
+    """The engine for `config`; the caller closes it. Raises as `LLM` does."""
+    from octavo.engine.models import RichProgress, locate
+
+    note(f"loading {config.model} ...")
+    with RichProgress() as progress:
+        locate(config.model, config.revision, config.load_format, progress)
+    from octavo import LLM
+
+    return LLM(config=config)
+
+
+def note(text: str, end: str = "\n") -> None:
+    """A remark for a person at a terminal, on stderr; nothing in a pipe."""
+    if sys.stderr.isatty():
+        print(f"\033[2m{text}\033[0m", file=sys.stderr, end=end, flush=True)

@@ -1,0 +1,92 @@
+"""Flags come from the dataclasses: every field has one, defaults and help are the field's."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from octavo.cli.flags import EngineFlags, SamplingFlags, field_docs, parse, parse_bytes
+from octavo.cli.generate import Generate
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError, InvalidRequestError
+from octavo.request import SamplingParams
+
+
+def parsed(*argv: str) -> Generate:
+    return parse(Generate, "octavo generate", list(argv))
+
+
+def help_text(capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit):
+        parsed("--help")
+    return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+def test_every_field_has_a_flag_and_its_docstring(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_text(capsys)
+    for kind, hidden in ((EngineConfig, set()), (SamplingParams, {"seed"})):
+        for field in dataclasses.fields(kind):
+            flag = "--" + field.name.replace("_", "-")
+            assert field.name in hidden or f"{flag} " in text or f"{flag}," in text, flag
+    for name, doc in field_docs(EngineConfig).items():
+        assert name == "kv_cache_memory_bytes" or doc in text, name
+
+
+def test_every_field_of_the_configuration_is_documented() -> None:
+    for kind in (EngineConfig, SamplingParams):
+        assert field_docs(kind).keys() == {field.name for field in dataclasses.fields(kind)}
+
+
+def test_defaults_are_the_dataclasses_own() -> None:
+    args = parsed("hello")
+    assert args.prompts == ("hello",)
+    assert args.engine.config() == EngineConfig()
+    own = dataclasses.asdict(SamplingParams(temperature=0.0, max_tokens=512))
+    assert dataclasses.asdict(args.sampling.params()) == own
+
+
+def test_values_arrive() -> None:
+    args = parsed(
+        "--model", "m.gguf", "--block-size", "32", "--kv-cache-memory-bytes", "1.5GiB",
+        "--seed", "7", "--top-p", "0.5", "--max-tokens", "none", "--stop", "a", "b",
+        "--logit-bias", "3", "-1.5", "--no-skip-special-tokens", "--", "-x",
+    )  # fmt: skip
+    config, params = args.engine.config(), args.sampling.params()
+    assert (config.model, config.block_size, config.seed) == ("m.gguf", 32, 7)
+    assert config.kv_cache_memory_bytes == 3 * 2**29
+    assert (params.top_p, params.max_tokens, params.stop) == (0.5, None, ["a", "b"])
+    assert params.logit_bias == {3: -1.5} and not params.skip_special_tokens
+    assert args.prompts == ("-x",)
+
+
+def test_underscores_are_understood_too() -> None:
+    assert parsed("--max_tokens", "3", "x").sampling.max_tokens == 3
+
+
+def test_values_are_checked_where_everyone_else_checks_them() -> None:
+    with pytest.raises(InvalidRequestError, match="top_p"):
+        parsed("--top-p", "3", "x").sampling.params()
+    with pytest.raises(ConfigError, match="block_size"):
+        parsed("--block-size", "0", "x").engine.config()
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("4096", 4096), ("512M", 512 * 10**6), ("2GiB", 2**31), ("1.5 kib", 1536), ("3GB", 3 * 10**9)],
+)
+def test_sizes(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "1 apple", "-1", "1ib", "1.2.3k"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not a size"):
+        parse_bytes(text)
+
+
+def test_flag_classes_add_no_fields() -> None:
+    for flags, kind in ((EngineFlags, EngineConfig), (SamplingFlags, SamplingParams)):
+        assert {f.name for f in dataclasses.fields(flags)} == {
+            f.name for f in dataclasses.fields(kind)
+        }

@@ -1,0 +1,267 @@
+"""`octavo generate` and `octavo bench` over a tiny model with random weights, end to end."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.cli.main import main
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def tiny(tiny_model_path: Path) -> list[str]:
+    """Flags that serve the tiny model."""
+    flags = ["--model", str(tiny_model_path), "--load-format", "dummy", "--dtype", "float32"]
+    return [*flags, "--num-gpu-blocks-override", "64", "--num-threads", "1"]
+
+
+def pipe(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Put a text into stdin."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+def lines(capsys: Capture) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_one_prompt_is_answered_on_stdout_alone(tiny: list[str], capsys: Capture) -> None:
+    flags = ["--max-tokens", "5", "--ignore-eos", *tiny]
+    assert main(["generate", "hello", *flags]) == 0
+    out, err = capsys.readouterr()
+    assert out.endswith("\n") and "Traceback" not in err
+    assert main(["generate", "hello", *flags]) == 0
+    assert capsys.readouterr().out == out, "the default is greedy"
+
+
+def test_jsonl_out_tells_everything(tiny: list[str], capsys: Capture) -> None:
+    flags = ["--jsonl", "--raw", "--max-tokens", "4", "--ignore-eos", "--logprobs", "2"]
+    assert main(["generate", "abc", *flags, *tiny]) == 0
+    (line,) = lines(capsys)
+    assert line["id"] == 0 and line["finished"]
+    assert len(line["prompt_token_ids"]) == 3, "raw: no template around it"
+    (sample,) = line["outputs"]
+    assert len(sample["token_ids"]) == len(sample["logprobs"]) == 4
+    assert sample["finish_reason"] == "length"
+    assert line["kv"]["peak_blocks"] == 1
+    assert line["metrics"]["first_token_s"] > 0
+
+
+def test_the_chat_template_is_applied_unless_raw(tiny: list[str], capsys: Capture) -> None:
+    flags = ["--jsonl", "--max-tokens", "1", "--system", "be brief"]
+    assert main(["generate", "abc", *flags, *tiny]) == 0
+    (line,) = lines(capsys)
+    assert line["prompt"] == "system: be brief<eos>user: abc<eos>assistant: "
+    assert line["prompt_token_ids"].count(258) == 2, "special tokens, not their letters"
+
+
+def test_jsonl_in_keeps_ids_order_and_parameters(
+    tiny: list[str], tmp_path: Path, capsys: Capture
+) -> None:
+    requests = [
+        {"id": "long", "prompt": "abc", "max_tokens": 9},
+        {"id": "ids", "prompt_token_ids": [1, 2, 3], "max_tokens": 2, "n": 2, "temperature": 1.0},
+        {"messages": [{"role": "user", "content": "x"}], "logit_bias": {"7": 100}, "max_tokens": 3},
+    ]
+    file = tmp_path / "requests.jsonl"
+    file.write_text("\n".join(json.dumps(request) for request in requests) + "\n\n")
+    assert main(["generate", "--file", str(file), "--jsonl", "--ignore-eos", *tiny]) == 0
+    first, second, third = lines(capsys)
+    assert [line["id"] for line in (first, second, third)] == ["long", "ids", 2]
+    assert first["prompt"] == "abc" and len(first["outputs"][0]["token_ids"]) == 9
+    assert second["prompt_token_ids"] == [1, 2, 3] and len(second["outputs"]) == 2
+    assert third["outputs"][0]["token_ids"] == [7, 7, 7]
+
+
+def test_stdin_is_one_prompt_lines_or_jsonl(
+    tiny: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    flags = ["--raw", "--max-tokens", "1", *tiny]
+    pipe(monkeypatch, "one\ntwo\n")
+    assert main(["generate", "--jsonl", "--input-format", "text", *flags]) == 0
+    assert [line["prompt"] for line in lines(capsys)] == ["one\ntwo"]
+    pipe(monkeypatch, "one\n\ntwo\n")
+    assert main(["generate", "--jsonl", "--input-format", "lines", *flags]) == 0
+    assert [line["prompt"] for line in lines(capsys)] == ["one", "two"]
+    pipe(monkeypatch, '{"prompt": "three"}')
+    assert main(["generate", "--jsonl", *flags]) == 0
+    assert [line["prompt"] for line in lines(capsys)] == ["three"]
+
+
+def test_a_refused_request_is_answered_and_the_others_run(
+    tiny: list[str], tmp_path: Path, capsys: Capture
+) -> None:
+    file = tmp_path / "requests.jsonl"
+    requests = [{"prompt": "a" * 400}, {"prompt": "b"}, {"prompt_token_ids": [9999]}]
+    file.write_text("\n".join(json.dumps(request) for request in requests))
+    assert main(["generate", "--file", str(file), "--jsonl", "--max-tokens", "2", *tiny]) == 1
+    long, good, unknown = lines(capsys)
+    assert long["error"]["type"] == "RequestCapacityError" and "256" in long["error"]["message"]
+    assert good["outputs"][0]["token_ids"] and "error" not in good
+    assert unknown["error"]["type"] == "InvalidRequestError"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "line 1: not JSON"),
+        ('{"prompt": "a"}\n[1]', "line 2: must be an object"),
+        ('{"text": "a"}', "exactly one of prompt, prompt_token_ids, messages"),
+        ('{"prompt": "a", "messages": []}', "prompt and messages"),
+        ('{"prompt": 3}', "prompt must be a string"),
+        ('{"prompt": "a", "temprature": 1}', "temprature"),
+        ('{"prompt": "a", "top_p": 7}', "top_p"),
+        ('{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias"),
+        ('{"messages": "hi"}', "messages must be a list"),
+    ],
+)
+def test_bad_lines_are_refused_by_number_before_anything_loads(
+    text: str, says: str, tmp_path: Path, capsys: Capture
+) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text(text)
+    assert main(["generate", "--file", str(file), "--model", "/nowhere"]) == 2
+    err = capsys.readouterr().err
+    assert str(file) in err and says in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["x", "--top-p", "3"], "top_p"),
+        (["x", "--block-size", "0"], "block_size"),
+        (["x", "--logprobs", "3"], "--jsonl"),
+        (["x", "--raw", "--system", "y"], "--raw"),
+        (["--file", "/nowhere/file.txt"], "--file"),
+        (["x", "--model", "/nowhere/model"], "/nowhere/model"),
+        (["x", "--max-num-seqs", "9", "--max-num-batched-tokens", "3"], "max_num_batched_tokens"),
+    ],
+)
+def test_errors_teach_in_one_line(words: list[str], says: str, capsys: Capture) -> None:
+    assert main(["generate", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and says in err and err.count("\n") == 1 and "Traceback" not in err
+
+
+def test_no_prompt_at_all(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    pipe(monkeypatch, "\n")
+    assert main(["generate"]) == 2
+    assert "no prompt" in capsys.readouterr().err
+
+
+def test_several_prompts_are_answered_in_order_under_titles(
+    tiny: list[str], capsys: Capture
+) -> None:
+    flags = ["--max-tokens", "3", "--ignore-eos", "--n", "2", "--temperature", "1"]
+    assert main(["generate", "first one", "second one", *flags, *tiny]) == 0
+    out = capsys.readouterr().out
+    places = [out.index(t) for t in ("== 1. first one", "-- 2 of 2", "== 2. second one")]
+    assert places == sorted(places) and out.count("-- 2 of 2") == 2
+
+
+def test_show_blocks_maps_logical_to_physical_as_they_are_taken(
+    tiny: list[str], capsys: Capture
+) -> None:
+    flags = ["--show-blocks", "--raw", "--max-tokens", "8", "--ignore-eos", "--block-size", "4"]
+    assert main(["generate", "abcde", *flags, *tiny]) == 0
+    mapped = [line for line in capsys.readouterr().err.splitlines() if "logical block" in line]
+    # 5 prompt tokens and 6 computed output tokens in blocks of 4, before the step that ends it
+    assert [line.split("logical block ")[1][0] for line in mapped] == ["0", "1", "2"]
+    assert len({line.rsplit(" ", 1)[1] for line in mapped}) == 3
+
+
+def test_memory_report_comes_last_on_stderr(tiny: list[str], capsys: Capture) -> None:
+    assert main(["generate", "x", "--memory", "--max-tokens", "2", *tiny]) == 0
+    out, err = capsys.readouterr()
+    assert "blocks" in err and "blocks" not in out
+
+
+def test_token_ids_without_a_tokenizer(
+    tiny: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    pipe(monkeypatch, '{"prompt_token_ids": [5, 6], "max_tokens": 3, "ignore_eos": true}')
+    flags = ["--jsonl", "--skip-tokenizer-init", "--no-detokenize"]
+    assert main(["generate", *flags, *tiny]) == 0
+    (line,) = lines(capsys)
+    assert line["outputs"][0]["text"] == "" and len(line["outputs"][0]["token_ids"]) == 3
+
+
+def test_chat_keeps_history_and_knows_its_commands(
+    tiny: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    seen: list[list[str]] = []
+    from octavo import LLM
+
+    stream_chat = LLM.stream_chat
+
+    def spy(self: LLM, messages: Any, params: Any = None, **kwargs: Any) -> Any:
+        seen.append([message["role"] for message in messages])
+        return stream_chat(self, messages, params, **kwargs)
+
+    monkeypatch.setattr(LLM, "stream_chat", spy)
+    pipe(
+        monkeypatch, "hi\nagain\n/nope\n/help\n/memory\n/reset\nnew\n" + "x" * 500 + "\nok\n/exit\n"
+    )
+    assert main(["chat", "--max-tokens", "2", "--system", "be brief", *tiny]) == 0
+    out, err = capsys.readouterr()
+    first, second = ["system", "user"], ["system", "user", "assistant", "user"]
+    assert seen[:3] == [first, second, first]
+    assert seen[4] == second, "a refused message is taken back"
+    assert "no command '/nope'" in out and "Ctrl-C" in out and "blocks" in out
+    assert "256" in err and "/reset" in err
+
+
+def test_bench_throughput_is_exact_and_ends_with_json(tiny: list[str], capsys: Capture) -> None:
+    flags = ["--num-prompts", "6", "--input-len", "20", "--output-len", "10", "--json"]
+    assert main(["bench", "throughput", *flags, "--skip-tokenizer-init", *tiny]) == 0
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    assert result["num_requests"] == 6
+    assert 6 * 5 <= result["num_output_tokens"] <= 6 * 15
+    assert result["output_tokens_per_s"] > 0
+    assert 0 < result["slots_used_ratio"] <= 1 and result["peak_blocks"] > 0
+    assert 0 < result["ttft_s"]["p50"] <= result["e2e_s"]["max"] <= result["elapsed_s"] * 1.1
+    assert "output tokens/s" in out
+
+
+def test_bench_throughput_reads_a_dataset(tiny: list[str], tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "lengths.csv"
+    file.write_text("input_tokens,output_tokens\n7,3\n9,5\n9000,5\n")
+    flags = ["--dataset", str(file), "--json", "--disable-detokenize"]
+    assert main(["bench", "throughput", *flags, *tiny]) == 0
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    assert (result["num_input_tokens"], result["num_output_tokens"]) == (16, 8)
+    assert "1 requests of the dataset exceed the context" in out
+
+
+def test_bench_latency(tiny: list[str], capsys: Capture) -> None:
+    flags = ["--batch-size", "2", "--input-len", "8", "--output-len", "6", "--num-iters", "2"]
+    assert main(["bench", "latency", *flags, "--json", *tiny]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["batch_size"] == 2 and result["decode_tokens_per_s"] > 0
+    assert 0 < result["ttft_s"]["p50"] < result["e2e_s"]["p50"]
+
+
+def test_through_a_real_process_and_pipe(tiny: list[str]) -> None:
+    command = [sys.executable, "-m", "octavo", "generate", "--max-tokens", "4", *tiny]
+    run = subprocess.run(
+        command, input="from a pipe\n", capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout
+
+
+@pytest.mark.model
+def test_the_default_model_answers(default_model_path: Path, capsys: Capture) -> None:
+    question = "What is the capital of France? Answer with one word."
+    words = ["generate", question, "--model", str(default_model_path), "--max-tokens", "12"]
+    assert main(words) == 0
+    assert "Paris" in capsys.readouterr().out
