@@ -6,7 +6,7 @@
 PYTHON   ?= python3
 PIP_ARGS ?=
 VENV     ?= .venv
-PROMPT   ?= In two sentences: what is a sheet of paper folded into an octavo?
+PROMPT   ?= Why is the sky blue? Answer in two sentences.
 ARGS     ?=
 
 BIN      := $(VENV)/bin
@@ -42,6 +42,7 @@ $(VENV)/.installed-dev: $(INPUTS) | $(BIN)/python
 
 demo: $(VENV)/.installed  ## install, fetch the default model, answer PROMPT="...", show the memory
 	@$(BIN)/octavo models pull
+	@printf '\n> %s\n\n' "$$PROMPT"
 	@$(BIN)/octavo generate --memory $(ARGS) -- "$$PROMPT"
 
 export PROMPT

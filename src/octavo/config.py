@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from os import PathLike, fspath
 from typing import Any, Literal
 
 from octavo.errors import ConfigError
@@ -17,6 +18,9 @@ DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 DType = Literal["auto", "float32", "bfloat16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+MAX_THREADS = 1024
+"""Far more than any machine makes use of; far fewer than bring a process down."""
+
 KVPolicy = Literal["paged"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
@@ -73,16 +77,37 @@ class EngineConfig:
         for name, kind in _CHOICES.items():
             value = getattr(self, name)
             choices = kind.__args__
-            if value not in choices:
+            if not isinstance(value, str) or value not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        self._check_text_and_switches()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
                 f"max_num_seqs={self.max_num_seqs}: every running sequence computes at least one "
                 "token a step; raise the first or lower the second"
             )
+        if self.skip_tokenizer_init and self.tokenizer is not None:
+            raise ConfigError(
+                f"tokenizer={self.tokenizer!r} would not be loaded under skip_tokenizer_init: "
+                "leave one of the two out"
+            )
+        if self.num_threads is not None and self.num_threads > MAX_THREADS:
+            raise ConfigError(f"num_threads must be at most {MAX_THREADS}, got {self.num_threads}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed must be a whole number, got {self.seed!r}")
+
+    def _check_text_and_switches(self) -> None:
+        for name in ("model", "tokenizer", "revision"):
+            value = getattr(self, name)
+            if isinstance(value, PathLike):
+                value = fspath(value)
+                object.__setattr__(self, name, value)
+            if not isinstance(value, str) and (value is not None or name == "model"):
+                raise ConfigError(f"{name} must be a string, got {value!r}")
+        if not isinstance(self.skip_tokenizer_init, bool):
+            raise ConfigError(
+                f"skip_tokenizer_init must be True or False, got {self.skip_tokenizer_init!r}"
+            )
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:

@@ -7,6 +7,7 @@ what it means there. What octavo cannot honour is refused rather than ignored.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,8 @@ KNOWN_ARCHITECTURES: tuple[str, ...] = tuple(_FAMILIES)
 """Names of `config.json` that octavo runs."""
 
 _DTYPES = ("float32", "float16", "bfloat16")
+_MAX_SIZE, _MAX_LAYERS = 2**31 - 1, 10_000
+"""A number above these is a mistake in the file, and would be one in what follows from it."""
 
 
 def unknown_architecture(name: str, known: Iterable[str], where: str) -> UnsupportedModelError:
@@ -82,7 +85,13 @@ def read_hf_config(
     as it does in transformers; `where` names the file in errors. Raises `UnsupportedModelError`
     for an architecture, option or value that octavo cannot run.
     """
-    return _Reader(config, generation_config or {}, where).arch()
+    try:
+        return _Reader(config, generation_config or {}, where).arch()
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        raise UnsupportedModelError(
+            f"{where} is damaged: a field is not of the type it should be ({error}); download it "
+            "again"
+        ) from error
 
 
 class _Reader:
@@ -110,7 +119,7 @@ class _Reader:
             )
         derived = max(hidden_size // num_heads, 1)
         head_dim = self._int("head_dim", family.head_dim or derived, null=derived)
-        num_layers = self._int("num_hidden_layers", 32)
+        num_layers = self._int("num_hidden_layers", 32, most=_MAX_LAYERS)
         stated = self._int("max_position_embeddings", family.max_position_embeddings)
         rope, max_position = self._rope(head_dim, stated)
         attention_bias = family.qkv_bias is None and bool(self.config.get("attention_bias", False))
@@ -141,6 +150,8 @@ class _Reader:
         names = self.config.get("architectures") or []
         if isinstance(names, str):
             names = [names]
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise self.refuse(f"architectures must be a list of names, got {names!r:.80}")
         for name in names:
             if name in _FAMILIES:
                 return str(name)
@@ -161,7 +172,7 @@ class _Reader:
         activation = self.config.get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
             raise self.refuse(f"hidden_act={activation!r} is not supported; known: silu")
-        quantization = self.config.get("quantization_config")
+        quantization = self._table("quantization_config")
         if quantization:
             method = quantization.get("quant_method", "unnamed")
             raise self.refuse(
@@ -169,22 +180,30 @@ class _Reader:
                 "checkpoint or a GGUF file of it"
             )
 
-    def _int(self, name: str, default: int, null: int | None = None) -> int:
+    def _int(self, name: str, default: int, null: int | None = None, most: int = _MAX_SIZE) -> int:
         value = self.config.get(name, default)
         if value is None:
             value = default if null is None else null
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.refuse(f"{name} must be a whole number of at least 1, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise self.refuse(f"{name} must be a whole number in 1..{most:,}, got {value!r:.80}")
+        return value
+
+    def _table(self, name: str) -> Mapping[str, Any]:
+        """An object inside the file; empty where it is missing or null."""
+        value = self.config.get(name) or {}
+        if not isinstance(value, Mapping):
+            raise self.refuse(f"{name} must be an object, got {value!r:.80}")
         return value
 
     def _float(self, table: Mapping[str, Any], name: str, default: float) -> float:
         value = table.get(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self.refuse(f"{name} must be a number above 0, got {value!r}")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 < value < math.inf:
+            raise self.refuse(f"{name} must be a number above 0, got {value!r:.80}")
         return float(value)
 
     def _dtype(self) -> str:
@@ -203,7 +222,7 @@ class _Reader:
         value = self.generation.get("eos_token_id")
         if value is None:
             value = self.config.get("eos_token_id", self.family.eos_token_id)
-        return token_ids(value)
+        return token_ids(value, self.where)
 
     # -- attention windows
 
@@ -245,7 +264,7 @@ class _Reader:
 
     def _rope_parameters(self) -> Mapping[str, Any]:
         """`rope_scaling` (with `rope_theta` beside it) or transformers 5's `rope_parameters`."""
-        parameters = self.config.get("rope_scaling") or self.config.get("rope_parameters") or {}
+        parameters = self._table("rope_scaling") or self._table("rope_parameters")
         nested = [v for v in parameters.values() if isinstance(v, Mapping)]
         if not nested:
             return parameters
@@ -314,10 +333,16 @@ def stretched_context(rope: RopeConfig, stated: int) -> int:
     return stated
 
 
-def token_ids(value: Any) -> tuple[int, ...]:
-    """An `eos_token_id` field, which is null, one id or a list of ids."""
+def token_ids(value: Any, where: str = "config.json") -> tuple[int, ...]:
+    """An `eos_token_id` field, which is null, one id or a list of ids.
+
+    Raises `UnsupportedModelError`, naming the file `where` it stands, for anything else.
+    """
     if value is None or isinstance(value, bool):
         return ()
-    if isinstance(value, int):
-        return (value,)
-    return tuple(dict.fromkeys(int(v) for v in value))
+    ids = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise UnsupportedModelError(
+            f"{where}: eos_token_id must be a token id or a list of them, got {value!r:.80}"
+        )
+    return tuple(dict.fromkeys(ids))

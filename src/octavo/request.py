@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
@@ -11,6 +12,9 @@ from octavo.errors import InvalidRequestError
 
 MAX_LOGPROBS = 50
 """Most top logprobs a request may ask for at one position."""
+MAX_N = 16_384
+"""Most completions of one prompt: each is a sequence in memory from the first moment on."""
+_MAX_INT = 2**63 - 1
 
 
 class FinishReason(StrEnum):
@@ -35,7 +39,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit as many times as it was generated; -2 to 2."""
     repetition_penalty: float = 1.0
-    """Divides (multiplies) positive (negative) logits of tokens in prompt or output; above 0."""
+    """Divides (multiplies) positive (negative) logits of tokens in prompt or output; 1e-6 to 1e6.
+    """
     temperature: float = 1.0
     """Logits are divided by it; 0 is greedy."""
     top_p: float = 1.0
@@ -79,20 +84,20 @@ class SamplingParams:
         for name, low, high, low_open in (
             ("presence_penalty", -2.0, 2.0, False),
             ("frequency_penalty", -2.0, 2.0, False),
-            ("repetition_penalty", 0.0, math.inf, True),
+            ("repetition_penalty", 1e-6, 1e6, False),
             ("temperature", 0.0, math.inf, False),
             ("top_p", 0.0, 1.0, True),
             ("min_p", 0.0, 1.0, False),
         ):
             self._check_number(name, low, high, low_open)
         for name, minimum, maximum in (
-            ("n", 1, None),
-            ("top_k", -1, None),
-            ("min_tokens", 0, None),
-            ("max_tokens", 1, None),
+            ("n", 1, MAX_N),
+            ("top_k", -1, _MAX_INT),
+            ("min_tokens", 0, _MAX_INT),
+            ("max_tokens", 1, _MAX_INT),
             ("logprobs", 0, MAX_LOGPROBS),
             ("prompt_logprobs", 0, MAX_LOGPROBS),
-            ("seed", -(2**63), 2**63 - 1),
+            ("seed", -(2**63), _MAX_INT),
         ):
             self._check_int(name, minimum, maximum)
         for name in (
@@ -108,25 +113,31 @@ class SamplingParams:
             raise self._refusal("stop", "needs detokenize=True: stop strings are found in text")
 
     def _refusal(self, name: str, rule: str) -> InvalidRequestError:
-        return InvalidRequestError(f"{name} {rule}, got {getattr(self, name)!r}", parameter=name)
+        value = getattr(self, name)
+        if isinstance(value, int) and value.bit_length() > 256:
+            value = f"a number of {value.bit_length()} bits"
+        return InvalidRequestError(f"{name} {rule}, got {value!r:.200}", parameter=name)
 
     def _check_number(self, name: str, low: float, high: float, low_open: bool) -> None:
         value = getattr(self, name)
         bracket = "above" if low_open else "at least"
         limit = f"{bracket} {low:g}" + ("" if math.isinf(high) else f" and at most {high:g}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or value != value:
             raise self._refusal(name, f"must be a number {limit}")
-        if math.isinf(value) or value < low or value > high or (low_open and value == low):
+        # comparisons only: a whole number too large for a float must be refused as well
+        finite = abs(value) <= sys.float_info.max
+        if not finite or value < low or value > high or (low_open and value == low):
             raise self._refusal(name, f"must be finite, {limit}")
 
-    def _check_int(self, name: str, minimum: int, maximum: int | None) -> None:
+    def _check_int(self, name: str, minimum: int, maximum: int) -> None:
         value = getattr(self, name)
         if value is None and name not in ("n", "top_k", "min_tokens"):
             return
         if isinstance(value, bool) or not isinstance(value, int):
             raise self._refusal(name, "must be a whole number")
-        if value < minimum or (maximum is not None and value > maximum):
-            upper = "" if maximum is None else f" and at most {maximum}"
+        if not minimum <= value <= maximum:
+            upper = "" if maximum == _MAX_INT else f" and at most {maximum}"
             raise self._refusal(name, f"must be at least {minimum}{upper}")
 
     def _check_lists(self) -> None:

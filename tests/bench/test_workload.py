@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,7 @@ def test_ratio_zero_is_exact() -> None:
         ({"input_len": 60}, "--max-model-len"),
     ],
 )
-def test_random_workload_refuses(change: dict[str, float], says: str) -> None:
+def test_random_workload_refuses(change: dict[str, Any], says: str) -> None:
     values = {"num_prompts": 2, "input_len": 20, "output_len": 10, "range_ratio": 0.5} | change
     with pytest.raises(InvalidRequestError, match=says):
         random_workload(**values, **LIMITS)

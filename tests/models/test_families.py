@@ -6,6 +6,7 @@ than the prompt, positions beyond the trained context).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import transformers
 
 from octavo import LLM, SamplingParams
 from octavo.engine.build import load_model
+from octavo.layers.workspace import Workspace
 from octavo.plan import NewSeq, SeqPlan, StepPlan
 from octavo.request import SamplerParams
 from octavo.runner.kv_store import KVStore
@@ -76,6 +78,15 @@ PROMPT_LENS = (1, 7, 41)
 NUM_NEW = 20
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two would mostly wait for each other on models this small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module", params=list(FAMILIES))
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -126,7 +137,10 @@ def octavo_logits(folder: Path, ids: list[int], chunk: int) -> torch.Tensor:
         torch.float32, torch.device("cpu"),
     )  # fmt: skip
     store.data.fill_(float("nan"))
-    runner = Runner(model, store, max_num_seqs=1, max_blocks_per_seq=num_blocks)
+    work = Workspace(arch, 64, 64, torch.float32, torch.device("cpu"))
+    runner = Runner(
+        model, store, work, max_num_seqs=1, max_num_tokens=64, max_blocks_per_seq=num_blocks
+    )
     blocks = list(range(num_blocks + 2, 2, -1))
     rows = []
     for step, start in enumerate(range(0, len(ids), chunk)):
@@ -136,7 +150,7 @@ def octavo_logits(folder: Path, ids: list[int], chunk: int) -> torch.Tensor:
         seq = SeqPlan(0, start, count, tuple(blocks[have:need]), None, False)
         plan = StepPlan(step, new_seqs=new, seqs=[seq])
         with torch.inference_mode():
-            rows.append(model.logits(runner.forward(plan)[1]))
+            rows.append(model.logits(runner.forward(plan), work).clone())
     return torch.cat(rows)
 
 

@@ -113,47 +113,23 @@ def test_linear_is_the_product(
 
 @needs_kernel
 @fuzz
-@given(shape=shapes, bias=st.booleans(), norm=st.booleans(), seed=st.integers(0, 2**30))
+@given(shape=shapes, bias=st.booleans(), seed=st.integers(0, 2**30))
 def test_gate_up_fuses_silu_and_product(
-    level: str, shape: tuple[int, int, int], bias: bool, norm: bool, seed: int
+    level: str, shape: tuple[int, int, int], bias: bool, seed: int
 ) -> None:
     m, n, k = shape
     g = torch.Generator().manual_seed(seed)
     x, gate, up = normal(g, m, k), normal(g, n, k), normal(g, n, k)
     b = torch.randn(2 * n, generator=g) if bias else None
-    norm_weight = normal(g, k) if norm else None
     out = torch.full((m, n), float("nan"), dtype=BF16)
-    gemm.linear_silu_mul(x, gemm.pack_gate_up(gate, up, b), out, norm_weight, 1e-5)
-    h = x if norm_weight is None else rms_norm(x, norm_weight, 1e-5)
-    both = h.double() @ torch.cat((gate, up)).double().T
+    gemm.linear_silu_mul(x, gemm.pack_gate_up(gate, up, b), out)
+    both = x.double() @ torch.cat((gate, up)).double().T
     if b is not None:
         both += b
     a, c = both.split(n, dim=1)
     exact = torch.nn.functional.silu(a) * c
-    # A normalised element may round either way where the reference's float32 sum differs.
-    slack = 2e-2 * k**0.5 if norm else 1e-4 * k**0.5
-    rtol, atol = (2e-2 if norm else 5e-3), slack * (1 + k**0.5 / 4)
-    torch.testing.assert_close(out.double(), exact, rtol=rtol, atol=atol)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    inverse = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
-    return (x.float() * inverse).to(BF16) * weight
-
-
-@needs_kernel
-@pytest.mark.parametrize("m", [1, 3, 40])
-@pytest.mark.parametrize("k", [64, 90, 576])
-def test_norm_in_front_is_the_norm_and_then_the_product(level: str, m: int, k: int) -> None:
-    g = torch.Generator().manual_seed(m + k)
-    x, weight, norm_weight = normal(g, m, k), normal(g, 70, k), normal(g, k)
-    packed = gemm.pack(weight)
-    fused = gemm.linear(
-        strided(x, 3), packed, out_dtype=torch.float32, norm_weight=norm_weight, norm_eps=1e-5
-    )
-    apart = gemm.linear(rms_norm(x, norm_weight, 1e-5), packed, out_dtype=torch.float32)
-    assert (fused - apart).abs().max() <= 2e-2 * apart.abs().max()
-    assert (fused - apart).abs().mean() <= 1e-4 * apart.abs().mean()
+    atol = 1e-4 * k**0.5 * (1 + k**0.5 / 4)
+    torch.testing.assert_close(out.double(), exact, rtol=5e-3, atol=atol)
 
 
 @needs_kernel
@@ -171,6 +147,18 @@ def test_rows_do_not_depend_on_the_batch(level: str, k: int) -> None:
         out = residual[rows].clone()
         assert torch.equal(gemm.linear(x[rows], packed, out, out), full[rows])
         assert torch.equal(gemm.linear_silu_mul(x[rows], gated), full_gated[rows])
+
+
+@needs_kernel
+def test_bits_do_not_depend_on_the_threads(level: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, packed = normal(g, 130, 90), gemm.pack(normal(g, 70, 90))
+    before, results = torch.get_num_threads(), []
+    for threads in (1, 2, 3, 4, 12):
+        torch.set_num_threads(threads)
+        results.append(gemm.linear(x, packed))
+    torch.set_num_threads(before)
+    assert all(torch.equal(results[0], r) for r in results)
 
 
 @needs_kernel
@@ -290,7 +278,6 @@ def test_refusals_name_the_argument() -> None:
         (TypeError, "out must", lambda: gemm.linear(x, packed, torch.ones(3, 10).double())),
         (TypeError, "out_dtype", lambda: gemm.linear(x, packed, out_dtype=torch.float16)),
         (ValueError, "residual", lambda: gemm.linear(x, packed, residual=torch.ones(2, 10))),
-        (ValueError, "norm_weight", lambda: gemm.linear(x, packed, norm_weight=weight[0, :6])),
         (ValueError, "pack_gate_up", lambda: gemm.linear(x, gate_up)),
         (ValueError, "pack_gate_up", lambda: gemm.linear_silu_mul(x, packed)),
         (ValueError, "pack_gate_up", lambda: gemm.embedding(gate_up, torch.tensor([0]))),

@@ -139,15 +139,8 @@ assert torch.allclose(elementwise.rms_norm(x[0], x[0, 0], 0.0), x[0])
     assert len(re.findall("fall back to torch", result.stderr)) == 1
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.skipif(native.load() is None, reason="no library")
-def test_only_one_openmp_runtime_is_loaded_and_isa_obeys_the_environment() -> None:
-    code = """
-import re, torch
-from octavo.ops.cpu import native
-assert native.load().octavo_has_threads() and native.isa() == "plain"
-maps = open("/proc/self/maps").read()
-print(len(set(re.findall(r"\\S*/lib(?:g|i)?omp\\S*", maps))))
-"""
+def test_isa_obeys_the_environment() -> None:
+    code = "from octavo.ops.cpu import native; print(native.isa())"
     result = run_python(code, OCTAVO_CPU_ISA="plain")
-    assert result.stdout.strip() == "1", result.stdout + result.stderr
+    assert result.stdout.strip() == "plain", result.stdout + result.stderr

@@ -136,6 +136,21 @@ def test_vocabularies_around_the_block_sizes(reference, vocab: int) -> None:
         assert token == reference.token(logits[i].numpy(), params[i], [0], [0]), (i, params[i])
 
 
+def test_penalties_over_many_distinct_tokens(reference) -> None:
+    """Counts outgrow their first arrays, from the prompt and from the output."""
+    vocab = 600
+    output = [token % vocab for token in range(0, 5000, 13)]
+    prompt = list(range(400, 500))
+    penalties = dict(repetition_penalty=1.3, frequency_penalty=0.3, presence_penalty=-0.7)
+    params = [
+        SamplerParams(temperature=1.0, seed=0, frequency_penalty=-0.3),
+        SamplerParams(temperature=1.0, seed=1, **penalties),
+    ]
+    logits = logits_of(2, vocab)
+    expected = [reference.token(logits[i].numpy(), params[i], prompt, output) for i in range(2)]
+    assert tokens_of(logits, params, prompt=prompt, output=output) == expected
+
+
 def test_equal_logits_are_cut_by_token_id() -> None:
     logits = torch.zeros(200, 300)
     for cut in (dict(top_k=5), dict(top_p=5 / 300), dict(top_k=50, top_p=0.1)):

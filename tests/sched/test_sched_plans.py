@@ -184,6 +184,15 @@ def test_a_sequence_sits_out_until_its_token_exists() -> None:
     assert [u.seq_id for u in scheduler.update(results[1], 0.0)] == [1]
 
 
+def test_a_sequence_that_sits_out_keeps_its_place_among_the_running() -> None:
+    scheduler, _ = make_scheduler(max_num_seqs=1)
+    scheduler.add(make_request("a", 3, max_tokens=5))
+    scheduler.add(make_request("b", 3, max_tokens=5))
+    assert shares(scheduler.schedule(0.0)) == [(0, 0, 3, True)]
+    assert scheduler.schedule(0.0) is None
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
+
+
 def test_results_come_in_order() -> None:
     scheduler, _ = make_scheduler()
     scheduler.add(make_request("a", 3, max_tokens=5))

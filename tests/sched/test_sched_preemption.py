@@ -92,15 +92,15 @@ def test_the_preempted_comes_back_before_those_who_never_ran() -> None:
     assert [s.seq_id for s in run_step(scheduler)[0].seqs] == [1, 2]
 
 
-def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
-    scheduler, kv = make_scheduler(4, 4)
-    scheduler.add(make_request("a", 4, max_tokens=9))
-    scheduler.add(make_request("b", 12, max_tokens=3))
+def test_room_that_a_victim_leaves_goes_to_the_head_of_the_line() -> None:
+    scheduler, _ = make_scheduler(4, 4, policy="priority")
+    scheduler.add(make_request("a", 4, max_tokens=9, priority=1))
+    scheduler.add(make_request("b", 12, max_tokens=3, priority=2))
     run_step(scheduler)
+    scheduler.add(make_request("urgent", 2, max_tokens=3, priority=0))
     plan, _ = run_step(scheduler)
     assert plan.preempted == [1]
-    assert shares(plan) == [(0, 4, 1, True)]
-    assert kv.num_free_blocks == 2
+    assert shares(plan) == [(0, 4, 1, True), (2, 0, 2, True)]
 
 
 def test_a_sequence_may_have_to_give_way_itself() -> None:
@@ -246,27 +246,31 @@ def test_news_of_an_end_while_planning_comes_with_the_next_update() -> None:
     assert grown.request_id == "b"
 
 
-def test_all_preempted_for_one_that_ends_anyway() -> None:
-    """Whoever was preempted for nothing runs again in the same step: no step is empty."""
-    scheduler, kv = make_scheduler(8, 4)
+def test_preempted_for_one_that_ends_all_the_same() -> None:
+    """Whoever was preempted in vain runs again in the same step: no step is wasted."""
+    scheduler, kv = make_scheduler(8, 4, max_num_batched_tokens=8, policy="priority")
     runner = make_runner(kv)
-    b = make_request("b", 3, max_tokens=4)
-    scheduler.add(make_request("a", 11, max_tokens=None))
+    b = make_request("b", 3, max_tokens=4, priority=1)
     scheduler.add(b)
-    hold_blocks(kv, 4)
-    outputs: list[int] = []
-    plans = []
-    ends = {}
-    while scheduler.has_unfinished():
-        plan = scheduler.schedule(0.0)
-        assert plan is not None
-        plans.append(plan)
-        for update in scheduler.update(runner.execute(plan), 0.0):
-            outputs += update.token_ids if update.request_id == "b" else ()
-            ends[update.request_id] = update.finish_reason
-    both = next(plan for plan in plans if plan.preempted)
-    assert both.preempted == [1]
-    assert outputs == lonely_run(b, 0, 7)[0]
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    updates = scheduler.update(runner.execute(plan), 0.0)
+    scheduler.add(make_request("a", 20, max_tokens=4, priority=0))
+    plan = scheduler.schedule(0.0)
+    assert shares(plan) == [(0, 3, 1, True), (1, 0, 7, False)]
+    assert plan is not None
+    updates += scheduler.update(runner.execute(plan), 0.0)
+
+    hold_blocks(kv, kv.num_free_blocks)  # a's next chunk needs two blocks, b holds one
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert (plan.preempted, plan.finished) == ([0], [1])
+    assert shares(plan) == [(0, 0, 5, True)]
+    updates += scheduler.update(runner.execute(plan), 0.0) + drain(scheduler, runner, 20)
+    assert [t for u in updates if u.request_id == "b" for t in u.token_ids] == lonely_run(b, 0, 7)[
+        0
+    ]
+    ends = {u.request_id: u.finish_reason for u in updates if u.finish_reason}
     assert ends == {"a": FinishReason.LENGTH, "b": FinishReason.LENGTH}
 
 

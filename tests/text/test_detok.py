@@ -125,6 +125,21 @@ def test_skipped_special_tokens_do_not_eat_spaces() -> None:
     assert pieces_of(tokenizer, [2, 2, 2, world], [hello]) == ["", "", "", " world", ""]
 
 
+def test_many_skipped_special_tokens() -> None:
+    tokenizer = TOKENIZERS["sentencepiece"]
+    assert "".join(pieces_of(tokenizer, [3] + [2] * 50 + [4])) == "Hello world"
+
+
+def test_long_runs_of_byte_tokens() -> None:
+    """The window is cut between characters only: half of one would spoil the whole run."""
+    tokenizer = TOKENIZERS["sentencepiece"]
+    text = "€é😀€€" * 30
+    ids = [tokenizer.byte(b) for b in text.encode()]
+    pieces = pieces_of(tokenizer, ids, [3])
+    assert "".join(pieces) == text
+    assert max(len(piece) for piece in pieces) == 1
+
+
 def test_byte_fallback() -> None:
     tokenizer = TOKENIZERS["sentencepiece"]
     ids = [3, *(tokenizer.byte(b) for b in "é€\n".encode()), 9, tokenizer.byte(0xE2), 4]

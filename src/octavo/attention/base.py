@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from octavo.layers.workspace import Workspace
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
@@ -31,12 +33,16 @@ class ForwardContext:
     """[num_tokens] int64: each token's row in `cos_sin`; its position, but for dynamic rope."""
     cos_sin: Tensor
     """[rows, rotary_dim] float32: cosines, then sines."""
+    workspace: Workspace
+    """Where the activations go."""
 
 
 class AttentionBackend(Protocol):
     """Rotates, writes and reads K and V of one layer. A backend holds no state of a step."""
 
     name: str
+    replayable: bool
+    """Whether it consists of kernel calls that `ops.cpu.trace` records, and of nothing else."""
 
     def rope_and_cache(
         self,
@@ -54,9 +60,15 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(
-        self, query: Tensor, layer: int, scale: float, window: int, ctx: ForwardContext
-    ) -> Tensor:
-        """Causal attention over the pool: [num_tokens, num_heads, head_dim] -> the same shape.
+        self,
+        query: Tensor,
+        layer: int,
+        scale: float,
+        window: int,
+        ctx: ForwardContext,
+        out: Tensor,
+    ) -> None:
+        """Causal attention over the pool: [num_tokens, num_heads, head_dim] -> out, the same.
 
         `window` > 0 limits a token to the last `window` positions, itself included.
         """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from octavo.attention.base import ForwardContext, QKNorm
@@ -13,6 +12,7 @@ class CpuAttention:
     """One C call rotates and writes, one C call attends; decodes, chunks and mixtures alike."""
 
     name = "cpu"
+    replayable = True
 
     def rope_and_cache(
         self,
@@ -34,12 +34,16 @@ class CpuAttention:
         )  # fmt: skip
 
     def attend(
-        self, query: Tensor, layer: int, scale: float, window: int, ctx: ForwardContext
-    ) -> Tensor:
+        self,
+        query: Tensor,
+        layer: int,
+        scale: float,
+        window: int,
+        ctx: ForwardContext,
+        out: Tensor,
+    ) -> None:
         """See `AttentionBackend.attend`."""
-        out = torch.empty(query.shape, dtype=query.dtype)
         attention.paged_attention(
             out, query, ctx.kv_cache, layer, ctx.block_tables, ctx.seq_lens, ctx.query_start_loc,
             scale, window,
         )  # fmt: skip
-        return out

@@ -13,6 +13,7 @@ class GatherAttention:
     """Correct everywhere; for machines without a C compiler and as a second opinion in tests."""
 
     name = "gather"
+    replayable = False
 
     def rope_and_cache(
         self,
@@ -32,10 +33,17 @@ class GatherAttention:
         )
 
     def attend(
-        self, query: Tensor, layer: int, scale: float, window: int, ctx: ForwardContext
-    ) -> Tensor:
+        self,
+        query: Tensor,
+        layer: int,
+        scale: float,
+        window: int,
+        ctx: ForwardContext,
+        out: Tensor,
+    ) -> None:
         """See `AttentionBackend.attend`."""
-        return reference.gather_attention(
+        attended = reference.gather_attention(
             query, ctx.kv_cache, layer, ctx.block_tables, ctx.seq_lens, ctx.query_start_loc,
             scale, window,
         )  # fmt: skip
+        out.copy_(attended)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,7 @@ class LatencyResult:
         }
         return "\n".join(
             (
-                f"{self.workload}, {self.batch_size} at a time, {self.num_iters} times",
+                f"{self.workload}; {self.num_iters} runs of {self.batch_size} at a time",
                 "",
                 times_table(times),
                 "",
@@ -57,35 +57,30 @@ class LatencyResult:
 
 
 def run_latency(
-    llm: LLM,
-    workload: Workload,
-    params: SamplingParams,
-    *,
-    num_iters: int,
-    num_iters_warmup: int,
-    after_iter: Callable[[], None] = lambda: None,
+    llm: LLM, workloads: Sequence[Workload], params: SamplingParams, *, num_warmup: int = 1
 ) -> LatencyResult:
-    """Run the whole workload at once, again and again.
+    """Run each workload alone: all its requests at once, then the next workload.
 
-    params: sampling; lengths are the workload's, exactly (end-of-sequence is ignored).
-    after_iter: called after each measured iteration, to show progress.
+    workloads: of one size, with prompts of their own, so that no cache helps the later ones.
+    params: sampling; lengths are the workloads', exactly (end-of-sequence is ignored).
+    num_warmup: how many of the first workloads are run but not measured; fewer than there are.
     """
-    for _ in range(num_iters_warmup):
+    assert 0 <= num_warmup < len(workloads)
+    for workload in workloads[:num_warmup]:
         _token_times(llm, workload, params)
     ttft, tpot, itl, e2e = [], [], [], []
-    for _ in range(num_iters):
+    for workload in workloads[num_warmup:]:
         for times in _token_times(llm, workload, params):
             ttft.append(times[0])
             e2e.append(times[-1])
             itl += [late - early for early, late in itertools.pairwise(times)]
             if len(times) > 1:
                 tpot.append((times[-1] - times[0]) / (len(times) - 1))
-        after_iter()
-    batch_size = len(workload.samples)
+    batch_size = len(workloads[0].samples)
     return LatencyResult(
-        workload=workload.description,
+        workload=workloads[0].description,
         batch_size=batch_size,
-        num_iters=num_iters,
+        num_iters=len(workloads) - num_warmup,
         ttft_s=Percentiles.of(ttft),
         tpot_s=Percentiles.of(tpot),
         itl_s=Percentiles.of(itl),

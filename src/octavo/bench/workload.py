@@ -79,7 +79,13 @@ def random_workload(
         Sample(_random_ids(rng, draw(input_len), vocab_size), draw(output_len))
         for _ in range(num_prompts)
     ]
-    return Workload(f"{num_prompts} random prompts, seed {seed}", samples)
+    plural = "s" if num_prompts > 1 else ""
+    about = (
+        f"about {input_len} in, {output_len} out"
+        if range_ratio
+        else (f"{input_len} in, {output_len} out")
+    )
+    return Workload(f"{num_prompts} random prompt{plural} ({about}), seed {seed}", samples)
 
 
 def read_workload(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from octavo.cli.flags import EngineFlags, flags, parse
 from octavo.cli.start import start_engine
-from octavo.errors import InvalidRequestError
+from octavo.errors import ConfigError, InvalidRequestError
 from octavo.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ def main(prog: str, argv: Sequence[str]) -> int:
 def _throughput(prog: str, argv: Sequence[str]) -> None:
     args = parse(Throughput, prog, argv)
     params, config = _params(args), args.engine.config()
+    _check(args)
     from octavo.bench.throughput import run_throughput
 
     with start_engine(config) as llm:
@@ -102,13 +103,25 @@ def _throughput(prog: str, argv: Sequence[str]) -> None:
         _print(args, llm, result)
 
 
-def _workload(args: Throughput, llm: LLM) -> Workload:
-    from octavo.bench.workload import random_workload, read_workload
-
+def _check(args: Throughput) -> None:
+    """Refuse what cannot be run, and flags that would have no effect."""
     if args.num_prompts < 1:
         raise InvalidRequestError(
             f"--num-prompts must be at least 1, got {args.num_prompts}", parameter="num_prompts"
         )
+    if args.dataset is None:
+        return
+    for name in ("input_len", "output_len", "random_range_ratio"):
+        if getattr(args, name) != getattr(Throughput, name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{flag} shapes random requests, and --dataset brings its own: drop one"
+            )
+
+
+def _workload(args: Throughput, llm: LLM) -> Workload:
+    from octavo.bench.workload import random_workload, read_workload
+
     if args.dataset is not None:
         return read_workload(args.dataset, args.num_prompts, **_limits(llm))
     return random_workload(
@@ -123,26 +136,24 @@ def _workload(args: Throughput, llm: LLM) -> Workload:
 def _latency(prog: str, argv: Sequence[str]) -> None:
     args = parse(Latency, prog, argv)
     params, config = _params(args), args.engine.config()
-    for name in ("batch_size", "num_iters"):
-        if getattr(args, name) < 1:
+    for name, minimum in (("batch_size", 1), ("num_iters", 1), ("num_iters_warmup", 0)):
+        if getattr(args, name) < minimum:
             flag = "--" + name.replace("_", "-")
             raise InvalidRequestError(
-                f"{flag} must be at least 1, got {getattr(args, name)}", parameter=name
+                f"{flag} must be at least {minimum}, got {getattr(args, name)}", parameter=name
             )
     from octavo.bench.latency import run_latency
     from octavo.bench.workload import random_workload
 
     with start_engine(config) as llm:
-        workload = random_workload(
-            args.batch_size, args.input_len, args.output_len, 0.0, **_limits(llm)
-        )
-        result = run_latency(
-            llm,
-            workload,
-            params,
-            num_iters=args.num_iters,
-            num_iters_warmup=args.num_iters_warmup,
-        )
+        limits = _limits(llm)
+        seed = limits.pop("seed")
+        lengths = (args.batch_size, args.input_len, args.output_len, 0.0)
+        workloads = [
+            random_workload(*lengths, **limits, seed=seed + i)
+            for i in range(args.num_iters_warmup + args.num_iters)
+        ]
+        result = run_latency(llm, workloads, params, num_warmup=args.num_iters_warmup)
         _print(args, llm, result)
 
 

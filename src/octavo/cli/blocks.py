@@ -2,7 +2,8 @@
 
 A sequence sees contiguous logical blocks 0, 1, 2, ...; its table maps each to a physical block
 anywhere in the pool. On a terminal the tables are redrawn in place; elsewhere each new mapping is
-a line.
+a line. A sequence that ends gives its blocks back within its last step: shown then is the table as
+it was last seen, and a block taken in that very step has no number.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from rich.live import Live
 from rich.text import Text
 
 from octavo.outputs import RequestOutput
+from octavo.util import cdiv
 
 BlockTables = dict[str, list[list[int]]]
 """Request id -> per sequence the physical block ids."""
@@ -25,6 +27,7 @@ BlockTables = dict[str, list[list[int]]]
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _CELL = 6
 _TEXT_LINES = 5
+_UNSEEN = -1
 _ROW_LINES = 3
 """logical, physical, filled"""
 
@@ -37,6 +40,7 @@ class _Sequence:
     num_tokens: int = 0
     """Tokens whose KV is in the pool."""
     blocks: list[int] = field(default_factory=list)
+    """As last seen; `_UNSEEN` for what the last step took."""
     num_old: int = 0
     """Leading blocks that it had before the last change."""
     finished: bool = False
@@ -82,15 +86,31 @@ class BlockView:
             key = (output.request_id, sample.index)
             name = output.request_id + (f".{sample.index}" if len(output.outputs) > 1 else "")
             sequence = self._sequences.setdefault(key, _Sequence(name))
+            if sequence.finished:
+                continue
             sequence.text = sample.text
-            sequence.finished = sample.finish_reason is not None
             blocks = held[sample.index] if sample.index < len(held) else []
-            if not blocks:
-                continue  # ended: its blocks were free again before anybody could look
-            # The token sampled last is computed, and so takes its slot, in the next step.
-            sequence.num_tokens = len(output.prompt_token_ids) + len(sample.token_ids) - 1
-            if blocks != sequence.blocks:
+            if sample.token_ids:
+                # The token sampled last is computed, and so takes its slot, in the next step.
+                sequence.num_tokens = len(output.prompt_token_ids) + len(sample.token_ids) - 1
+            if sample.finish_reason is not None:
+                self._end(sequence)
+            elif blocks and blocks != sequence.blocks:
                 self._grow(sequence, list(blocks))
+
+    def _end(self, sequence: _Sequence) -> None:
+        """Its blocks were free again before anybody could look: how many there were is known."""
+        sequence.finished = True
+        num_blocks = cdiv(sequence.num_tokens, self._block_size)
+        unseen = [_UNSEEN] * (num_blocks - len(sequence.blocks))
+        if unseen:
+            self._grow(sequence, sequence.blocks + unseen)
+        if self._live is None:
+            print(
+                f"request {sequence.name}: ended with {sequence.num_tokens} tokens in "
+                f"{num_blocks} blocks, all released",
+                file=self._stream,
+            )
 
     def _grow(self, sequence: _Sequence, blocks: list[int]) -> None:
         old = sequence.blocks
@@ -98,9 +118,11 @@ class BlockView:
         sequence.blocks = blocks
         if self._live is None:
             for logical in range(sequence.num_old, len(blocks)):
+                where = f"physical block {blocks[logical]}"
+                if blocks[logical] == _UNSEEN:
+                    where = "taken and released in the last step"
                 print(
-                    f"request {sequence.name}: logical block {logical} "
-                    f"-> physical block {blocks[logical]}",
+                    f"request {sequence.name}: logical block {logical} -> {where}",
                     file=self._stream,
                 )
 
@@ -109,9 +131,9 @@ class BlockView:
             block for s in self._sequences.values() if not s.finished for block in s.blocks
         )
         running = [s for s in self._sequences.values() if not s.finished]
-        shown = running or list(self._sequences.values())[-1:]
+        shown = running or list(self._sequences.values())
         parts: list[RenderableType] = []
-        if self._with_text and shown:
+        if self._with_text and running:
             parts.append(Text(_last_lines(shown[0].text, options.max_width, _TEXT_LINES) + "\n"))
         lines = options.size.height - 2 - (_TEXT_LINES + 1 if self._with_text else 0)
         most = max(1, lines // (_ROW_LINES + 2))
@@ -127,7 +149,7 @@ class BlockView:
         per_row = max(1, (width - 10) // _CELL)
         first = max(0, len(blocks) - per_row * num_rows)
         drawing = Text().append(f"request {sequence.name}", style="bold")
-        state = "ended" if sequence.finished else "running"
+        state = "ended, all released" if sequence.finished else "running"
         drawing.append(
             f"  {sequence.num_tokens} tokens in {len(blocks)} blocks of {self._block_size}, {state}"
             + (f" (from block {first})" if first else "")
@@ -146,7 +168,8 @@ class BlockView:
             style = "bold yellow" if owners[blocks[index]] > 1 else style
             used = min(size, max(0, sequence.num_tokens - index * size))
             logical.append(f"{index:>{_CELL - 1}} ", style="dim")
-            physical.append(f"{blocks[index]:>{_CELL - 1}} ", style=style)
+            number = "?" if blocks[index] == _UNSEEN else str(blocks[index])
+            physical.append(f"{number:>{_CELL - 1}} ", style=style)
             filled.append(f" {_bar(used / size, _CELL - 2)} ", style="blue")
         for line in (logical, physical, filled):
             drawing.append_text(line)

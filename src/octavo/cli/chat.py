@@ -11,8 +11,15 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.flags import ChatSamplingFlags, EngineFlags, flags, parse
+from octavo.cli.jobs import Job, start
 from octavo.cli.start import note, start_engine
-from octavo.errors import OctavoError, RequestCapacityError
+from octavo.errors import (
+    ConfigError,
+    InvalidRequestError,
+    OctavoError,
+    RequestCapacityError,
+    TokenizerError,
+)
 
 if TYPE_CHECKING:
     from octavo import LLM, SamplingParams
@@ -43,9 +50,17 @@ def main(prog: str, argv: Sequence[str]) -> int:
     """Run the command."""
     args = parse(Chat, prog, argv)
     params, config = args.sampling.params(), args.engine.config()
+    if config.skip_tokenizer_init:
+        raise ConfigError("chat needs a tokenizer: drop --skip-tokenizer-init")
     with suppress(ImportError):
         import readline  # noqa: F401  (gives `input` line editing and history)
     with start_engine(config) as llm:
+        tokenizer = llm.get_tokenizer()
+        if tokenizer is None or tokenizer.chat_template is None:
+            raise TokenizerError(
+                f"{config.model} has no chat template: take an instruct model, or continue plain "
+                "text with 'octavo generate --raw'"
+            )
         note("/help lists the commands")
         Conversation(llm, params, args.system).run()
     return 0
@@ -96,7 +111,7 @@ class Conversation:
     def _stream(self) -> str:
         printed = ""
         with _interrupts() as interrupted:
-            stream = self._llm.stream_chat(self.messages, self._params)
+            stream = start(self._llm, Job(0, self._params, messages=self.messages))
             for output in stream:
                 sample = output.outputs[0]
                 sys.stdout.write(sample.text[len(printed) :])
@@ -142,6 +157,8 @@ def _read() -> str | None:
             if tty:
                 print()
             return "\n".join(lines).strip() or None
+        except UnicodeDecodeError as error:
+            raise InvalidRequestError(f"stdin is not UTF-8 text: {error}") from None
         except KeyboardInterrupt:
             if not tty:
                 raise

@@ -38,6 +38,10 @@ def parse_bytes(text: str) -> int:
     return int(float(match.group(1)) * scale)
 
 
+class AtMost(int):
+    """A default that gives way where there is less room; a number that was asked for is refused."""
+
+
 def _int_or_none(text: str) -> int | None:
     return None if text.lower() == "none" else int(text)
 
@@ -137,8 +141,9 @@ class SamplingFlags(SamplingParams):
     """Strings that end the output; not part of it unless --include-stop-str-in-output."""
     temperature: float = 0.0
     """Logits are divided by it; 0 is greedy: the same answer every time."""
-    max_tokens: IntOrNone = 512
-    """Most tokens to generate; none: up to the context length."""
+    max_tokens: IntOrNone = AtMost(512)  # noqa: RUF009  (as frozen as an int)
+    """Most tokens to generate; none: up to the context length. The default gives way where the
+    context has less room."""
 
     def __post_init__(self) -> None:
         """Nothing: values are checked by `params()`, where an error reads as everywhere else."""

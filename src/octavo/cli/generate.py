@@ -78,25 +78,27 @@ class Generate:
 
 
 def main(prog: str, argv: Sequence[str]) -> int:
-    """Run the command; 1 if any request was refused, with the others answered."""
+    """Run the command; 1 if some requests were refused and the others answered, 2 if all were."""
     args = parse(Generate, prog, argv)
     jobs = _jobs(args)
-    _check(args)
+    _check(args, jobs)
     config = args.engine.config()
     with start_engine(config) as llm:
         jobs = [_as_chat(llm, args, job) for job in jobs]
         printer = _print_jsonl if args.jsonl else _print_text
-        status = printer(args, llm, jobs)
+        num_errors = printer(args, llm, jobs)
         if args.memory:
             sys.stdout.flush()
             print(f"\n{llm.memory_report()}", file=sys.stderr)
-    return status
+    return 0 if not num_errors else 2 if num_errors == len(jobs) else 1
 
 
 def _jobs(args: Generate) -> list[Job]:
     """Everything that is asked. Raises `InvalidRequestError` when that is nothing."""
     make_params = args.sampling.params
     jobs = [Job(i, make_params(), prompt=text) for i, text in enumerate(args.prompts)]
+    if not all(isinstance(job.prompt, str) and job.prompt.strip() for job in jobs):
+        raise InvalidRequestError("a prompt is empty: give it some text", parameter="prompt")
     text = read_file(args.file) if args.file else None if jobs else read_stdin()
     source = str(args.file) if args.file else "stdin"
     if text is not None:
@@ -114,7 +116,7 @@ def _jobs(args: Generate) -> list[Job]:
     return jobs
 
 
-def _check(args: Generate) -> None:
+def _check(args: Generate, jobs: list[Job]) -> None:
     """Refuse flags that would have no effect."""
     sampling = args.sampling
     for name, used in (
@@ -127,6 +129,13 @@ def _check(args: Generate) -> None:
             raise ConfigError(f"{name} shows nothing in text output: add --jsonl")
     if args.raw and args.system is not None:
         raise ConfigError("--system needs the chat template, which --raw leaves out: drop one")
+    if args.system is not None and all(job.verbatim or job.messages for job in jobs):
+        raise ConfigError(
+            '--system does nothing to JSONL: "prompt" is continued as it stands there, and '
+            '"messages" hold their own system message'
+        )
+    if args.input_format != "auto" and args.prompts and args.file is None:
+        raise ConfigError("--input-format is for --file and stdin, and neither is read: drop it")
 
 
 def _as_chat(llm: LLM, args: Generate, job: Job) -> Job:
@@ -143,7 +152,8 @@ def _as_chat(llm: LLM, args: Generate, job: Job) -> Job:
 
 
 def _print_text(args: Generate, llm: LLM, jobs: list[Job]) -> int:
-    """Stream answers to stdout, one after the other, though they run side by side."""
+    """Stream answers to stdout, one after the other, though they run side by side; how many were
+    refused."""
     shared_terminal = sys.stdout.isatty() and sys.stderr.isatty()
     hold_back = args.show_blocks and shared_terminal
     printer = TextPrinter(jobs)
@@ -161,11 +171,11 @@ def _print_text(args: Generate, llm: LLM, jobs: list[Job]) -> int:
     printer.print_ready()
     seconds = time.perf_counter() - start
     note(f"{num_tokens} tokens in {seconds:.1f} s, the first after {first_s:.2f} s")
-    return 1 if printer.num_errors else 0
+    return printer.num_errors
 
 
 def _print_jsonl(args: Generate, llm: LLM, jobs: list[Job]) -> int:
-    """One object a request on stdout, in the jobs' order."""
+    """One object a request on stdout, in the jobs' order; how many were refused."""
     done: dict[int, dict[str, Any]] = {}
     next_index = num_errors = 0
     with _block_view(args, llm, with_text=False) as view:
@@ -177,7 +187,7 @@ def _print_jsonl(args: Generate, llm: LLM, jobs: list[Job]) -> int:
             while next_index in done:
                 print(json.dumps(done.pop(next_index), ensure_ascii=False), flush=True)
                 next_index += 1
-    return 1 if num_errors else 0
+    return num_errors
 
 
 def _as_json(job: Job, result: RequestOutput | OctavoError) -> dict[str, Any]:

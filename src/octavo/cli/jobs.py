@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections import deque
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from octavo.errors import InvalidRequestError, OctavoError
+from octavo.cli.flags import AtMost
+from octavo.errors import InvalidRequestError, OctavoError, RequestCapacityError
 from octavo.outputs import RequestOutput
 from octavo.request import SamplingParams
 
@@ -54,13 +56,16 @@ def read_stdin() -> str | None:
     """All of stdin when something is piped into it, else None."""
     if sys.stdin is None or sys.stdin.isatty():
         return None
-    return sys.stdin.read()
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"stdin is not UTF-8 text: {error}") from None
 
 
 def read_file(path: Path) -> str:
     """A text file. Raises `InvalidRequestError` for one that cannot be read as UTF-8."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InvalidRequestError(
             f"cannot read --file {path}: {error.strerror}", parameter="file"
@@ -73,7 +78,7 @@ def read_file(path: Path) -> str:
 
 def prompts_in(text: str, kind: Literal["text", "lines"]) -> list[str]:
     """The prompts in a text: all of it, or one a line; blank ones are left out."""
-    parts = text.splitlines() if kind == "lines" else [text.rstrip("\n")]
+    parts = _lines(text) if kind == "lines" else [text.rstrip("\r\n")]
     return [part for part in parts if part.strip()]
 
 
@@ -84,7 +89,7 @@ def jsonl_jobs(text: str, source: str, make_params: MakeParams, first: int = 0) 
     Raises `InvalidRequestError` that names the line for anything that is not that.
     """
     jobs: list[Job] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(_lines(text), 1):
         if not line.strip():
             continue
         try:
@@ -96,10 +101,16 @@ def jsonl_jobs(text: str, source: str, make_params: MakeParams, first: int = 0) 
     return jobs
 
 
+def _lines(text: str) -> list[str]:
+    """Lines as files have them: `str.splitlines` also breaks at characters that JSON strings may
+    hold, such as U+2028."""
+    return text.replace("\r\n", "\n").split("\n")
+
+
 def _jsonl_job(line: str, index: int, make_params: MakeParams) -> Job:
     try:
         values = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"not JSON: {error}") from None
     if not isinstance(values, dict):
         raise InvalidRequestError(f"must be an object with one of {', '.join(_PROMPT_KEYS)}")
@@ -161,7 +172,7 @@ def run_jobs(
             if job is None:
                 break
             try:
-                running.append((job, _start(llm, job)))
+                running.append((job, start(llm, job)))
             except OctavoError as error:
                 yield job, error
         for _ in range(len(running)):
@@ -177,8 +188,18 @@ def run_jobs(
             yield job, output
 
 
-def _start(llm: LLM, job: Job) -> Iterator[RequestOutput]:
+def start(llm: LLM, job: Job) -> Iterator[RequestOutput]:
+    """The job's stream; a default `max_tokens` gives way to what context and pool have room for."""
+    try:
+        return _stream(llm, job, job.params)
+    except RequestCapacityError as error:
+        if error.parameter != "max_tokens" or not isinstance(job.params.max_tokens, AtMost):
+            raise
+        return _stream(llm, job, dataclasses.replace(job.params, max_tokens=None))
+
+
+def _stream(llm: LLM, job: Job, params: SamplingParams) -> Iterator[RequestOutput]:
     if job.messages is not None:
-        return llm.stream_chat(job.messages, job.params)
+        return llm.stream_chat(job.messages, params)
     assert job.prompt is not None
-    return llm.stream(job.prompt, job.params)
+    return llm.stream(job.prompt, params)

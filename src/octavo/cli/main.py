@@ -10,6 +10,7 @@ runs: `octavo --help` imports none of them.
 from __future__ import annotations
 
 import difflib
+import io
 import logging
 import os
 import sys
@@ -85,7 +86,7 @@ def _run(words: list[str]) -> int:
     for command in group:
         name = command.name.split()
         if words[: len(name)] == name:
-            _set_up_logging()
+            _set_up_process()
             run = import_module(command.module).main
             return int(run(f"octavo {command.name}", words[len(name) :]))
     return _unknown(words, group)
@@ -134,7 +135,7 @@ def _report(error: Exception) -> int:
 
 def _complain(message: str) -> None:
     red, plain = ("\033[31m", "\033[0m") if _has_colour(sys.stderr) else ("", "")
-    print(f"{red}octavo: {message}{plain}", file=sys.stderr)
+    print(f"{red}octavo: {' '.join(message.split())}{plain}", file=sys.stderr)
 
 
 def _has_colour(stream: object) -> bool:
@@ -142,6 +143,20 @@ def _has_colour(stream: object) -> bool:
     return bool(isatty and isatty()) and "NO_COLOR" not in os.environ
 
 
-def _set_up_logging() -> None:
+def _set_up_process() -> None:
+    """Before anything heavy is imported: logging, output, and threads that wait without spinning.
+
+    OpenMP's threads spin between parallel regions by default; when another process wants the same
+    cores, a decode step then takes many times as long.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a character it cannot write must not end the run
+            stream.reconfigure(errors="replace")
     level = os.environ.get("OCTAVO_LOG_LEVEL", "WARNING").upper()
+    if level not in logging.getLevelNamesMapping():
+        from octavo.errors import ConfigError
+
+        known = ", ".join(logging.getLevelNamesMapping())
+        raise ConfigError(f"OCTAVO_LOG_LEVEL must be one of {known}, got {level!r}")
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")

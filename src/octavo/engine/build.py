@@ -20,12 +20,13 @@ from octavo.engine.report import MemoryReport
 from octavo.errors import ConfigError, InvalidRequestError
 from octavo.kv import KVCacheManager
 from octavo.kv.sizing import KVShape, MemoryPlan, plan_memory
+from octavo.layers.workspace import Workspace
 from octavo.models.decoder import Decoder
 from octavo.models.registry import build_model
 from octavo.ops.cpu import gemm
 from octavo.runner import memory
 from octavo.runner.kv_store import KVStore
-from octavo.runner.runner import LOGIT_ROWS_AT_ONCE, Runner
+from octavo.runner.runner import Runner
 from octavo.sampling import sampling_bytes
 from octavo.sched import Scheduler
 from octavo.text.chat import chat_template as find_template
@@ -35,6 +36,8 @@ from octavo.weights.load import load_weights, open_model
 from octavo.weights.locate import ModelFiles, locate, locate_tokenizer
 from octavo.weights.progress import Progress
 
+_PROMPT_LOGPROB_ROWS = 64
+"""Fewest rows that prompt logprobs are computed at once: fewer would reread the head too often."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -96,7 +99,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
     files = locate(config.model, config.revision, config.load_format, progress)
     model = _load(files, config, progress)
     tokenizer = _tokenizer(config, files)
-    plan = _plan_memory(config, model, available)
+    workspace = _workspace(config, model)
+    plan = _plan_memory(config, model, workspace, available)
     resolved = config.replace(
         dtype=_name_of(model.dtype),
         max_model_len=plan.max_seq_len,
@@ -105,7 +109,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
         num_gpu_blocks_override=plan.num_blocks,
         num_threads=torch.get_num_threads(),
     )
-    core = _core(resolved, plan, model)
+    core = _core(resolved, plan, model, workspace)
     inputs = InputProcessor(
         tokenizer,
         vocab_size=model.arch.vocab_size,
@@ -133,8 +137,6 @@ def _load(files: ModelFiles, config: EngineConfig, progress: Progress | None) ->
     opened = open_model(files)
     arch, dtype = opened.arch, _resolve_dtype(config.dtype)
     longest = arch.max_position_embeddings
-    if arch.rope.scaling_type == "dynamic":
-        longest = int(longest * arch.rope.factor)
     max_model_len = config.max_model_len or longest
     if max_model_len > longest:
         raise ConfigError(
@@ -174,17 +176,21 @@ def _eos_token_ids(arch: ModelArch, tokenizer: Tokenizer | None) -> frozenset[in
     return frozenset(found)
 
 
-def _plan_memory(config: EngineConfig, model: Decoder, available: int) -> MemoryPlan:
+def _workspace(config: EngineConfig, model: Decoder) -> Workspace:
+    num_rows = max(config.max_num_seqs, min(_PROMPT_LOGPROB_ROWS, config.max_num_batched_tokens))
+    return Workspace(model.arch, config.max_num_batched_tokens, num_rows, model.dtype, model.device)
+
+
+def _plan_memory(
+    config: EngineConfig, model: Decoder, workspace: Workspace, available: int
+) -> MemoryPlan:
     arch, element_bytes = model.arch, model.dtype.itemsize
-    rows = max(min(config.max_num_seqs, config.max_num_batched_tokens), LOGIT_ROWS_AT_ONCE)
-    logits = rows * arch.vocab_size * 4 + sampling_bytes(rows, arch.vocab_size)
+    num_rows = len(workspace.logits)
     return plan_memory(
         available_bytes=available,
         weights_bytes=model.weight_bytes,
-        activation_bytes=memory.activation_bytes(
-            arch, config.max_num_batched_tokens, element_bytes
-        ),
-        logits_bytes=logits,
+        activation_bytes=workspace.activation_bytes,
+        logits_bytes=workspace.logits_bytes + sampling_bytes(num_rows, arch.vocab_size),
         shape=KVShape(arch.num_layers, arch.num_kv_heads, arch.head_dim, element_bytes),
         block_size=config.block_size,
         max_model_len=config.max_model_len or model.rotary.max_position,
@@ -195,14 +201,23 @@ def _plan_memory(config: EngineConfig, model: Decoder, available: int) -> Memory
     )
 
 
-def _core(config: EngineConfig, plan: MemoryPlan, model: Decoder) -> EngineCore:
+def _core(
+    config: EngineConfig, plan: MemoryPlan, model: Decoder, workspace: Workspace
+) -> EngineCore:
     arch, block_size = model.arch, config.block_size
     kv = KVCacheManager(plan.num_blocks, block_size, bytes_per_block=plan.bytes_per_block)
     store = KVStore(
         plan.num_blocks, arch.num_layers, arch.num_kv_heads, block_size, arch.head_dim,
         model.dtype, model.device,
     )  # fmt: skip
-    runner = Runner(model, store, config.max_num_seqs, cdiv(plan.max_seq_len, block_size))
+    runner = Runner(
+        model,
+        store,
+        workspace,
+        max_num_seqs=config.max_num_seqs,
+        max_num_tokens=config.max_num_batched_tokens,
+        max_blocks_per_seq=cdiv(plan.max_seq_len, block_size),
+    )
     scheduler = Scheduler(
         kv,
         max_num_seqs=config.max_num_seqs,

@@ -39,7 +39,8 @@ class InputProcessor:
         self._max_model_len = max_model_len
         if eos_token_ids is None:
             eos_token_ids = () if tokenizer is None else tokenizer.eos_token_ids
-        self._eos_token_ids = frozenset(eos_token_ids)
+        # An id the model does not have is never sampled; masking it would hit another row's logits.
+        self._eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < vocab_size)
         self._seed = seed
         self._num_seeds = 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from octavo.layers.linear import Linear, PackedLinear
@@ -15,32 +16,37 @@ class Embedding(Protocol):
 
     num_bytes: int
     """Memory of its own; 0 when it reads a tied head's."""
+    replayable: bool
+    """As in `Linear`."""
 
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        """[num_tokens] int64 -> [num_tokens, hidden_size], a new tensor."""
+    def __call__(self, token_ids: Tensor, out: Tensor) -> Tensor:
+        """[num_tokens] int64 -> out, [num_tokens, hidden_size]."""
         ...
 
 
 class TableEmbedding:
     """The plain table, [vocab_size, hidden_size]."""
 
+    replayable = False
+
     def __init__(self, table: Tensor, num_bytes: int) -> None:
         self.table, self.num_bytes = table, num_bytes
 
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        return self.table[token_ids]
+    def __call__(self, token_ids: Tensor, out: Tensor) -> Tensor:
+        return torch.index_select(self.table, 0, token_ids, out=out)
 
 
 class PackedEmbedding:
     """Rows gathered out of the head's packed weight, so that tied weights are held once."""
 
     num_bytes = 0
+    replayable = True
 
     def __init__(self, head: PackedLinear) -> None:
         self._packed = head.packed
 
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        return gemm.embedding(self._packed, token_ids)
+    def __call__(self, token_ids: Tensor, out: Tensor) -> Tensor:
+        return gemm.embedding(self._packed, token_ids, out)
 
 
 def make_embedding(table: Tensor, tied_head: Linear | None = None) -> Embedding:

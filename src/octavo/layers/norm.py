@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang & Sennrich 2019): its weight, and the pass of its own where nothing fuses it."""
+"""RMSNorm (Zhang & Sennrich 2019)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from octavo.ops.cpu import elementwise
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, float32 inside.
-
-    A linear layer takes it as an argument and fuses it where its kernel can.
-    """
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, float32 inside."""
 
     weight: Tensor
     """[size]"""
     eps: float
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[num_rows, size] -> a new tensor of the same shape and dtype."""
-        kernels = elementwise if x.is_cpu else reference
-        return kernels.rms_norm(x, self.weight, self.eps)
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        """[num_rows, size] -> out, of the same shape and dtype."""
+        if x.is_cpu:
+            return elementwise.rms_norm(x, self.weight, self.eps, out)
+        return out.copy_(reference.rms_norm(x, self.weight, self.eps))
 
     @property
     def num_bytes(self) -> int:

@@ -18,6 +18,7 @@ from octavo.layers.embedding import Embedding, make_embedding
 from octavo.layers.linear import Gated, Linear, make_gated, make_linear
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rope import RotaryTable
+from octavo.layers.workspace import Workspace
 
 Finish = Callable[[dict[str, Tensor]], None]
 Shapes = dict[str, tuple[int, ...]]
@@ -57,18 +58,23 @@ class DecoderLayer:
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> None:
         """x [num_tokens, hidden_size], the residual stream, is updated in place."""
-        self.out.add_to(self._attend(self.qkv(x, self.attn_norm), ctx), x)
-        self.down.add_to(self.gate_up(x, self.mlp_norm), x)
+        work, num_tokens = ctx.workspace, len(x)
+        h = self.attn_norm(x, work.normed[:num_tokens])
+        qkv = self.qkv(h, work.qkv[:num_tokens])
+        attended = work.attended[:num_tokens]
+        self._attend(qkv, ctx, attended)
+        self.out.add_to(attended, x)
+        h = self.mlp_norm(x, work.normed[:num_tokens])
+        self.down.add_to(self.gate_up(h, work.gated[:num_tokens]), x)
 
-    def _attend(self, qkv: Tensor, ctx: ForwardContext) -> Tensor:
-        arch, num_tokens = self.arch, qkv.shape[0]
+    def _attend(self, qkv: Tensor, ctx: ForwardContext, out: Tensor) -> None:
+        arch, num_tokens = self.arch, len(qkv)
         q, k, v = qkv.split((self.q_size, self.kv_size, self.kv_size), dim=-1)
         q = q.view(num_tokens, arch.num_heads, arch.head_dim)
         k = k.view(num_tokens, arch.num_kv_heads, arch.head_dim)
         v = v.view(num_tokens, arch.num_kv_heads, arch.head_dim)
         self.attention.rope_and_cache(q, k, v, self.index, ctx, self.qk_norm)
-        attended = self.attention.attend(q, self.index, self.scale, self.window, ctx)
-        return attended.view(num_tokens, self.q_size)
+        self.attention.attend(q, self.index, self.scale, self.window, ctx, out.view(q.shape))
 
     def pending(self) -> list[_Pending]:
         """What this layer waits for, as groups of tensors that belong together."""
@@ -145,6 +151,7 @@ class Decoder:
         device: torch.device,
     ) -> None:
         self.arch, self.dtype, self.device = arch, dtype, device
+        self._attention = attention
         self.rotary = RotaryTable(arch.rope, max_model_len, device)
         self.layers = [DecoderLayer(arch, i, attention) for i in range(arch.num_layers)]
         groups = [group for layer in self.layers for group in layer.pending()]
@@ -178,15 +185,32 @@ class Decoder:
         self.head = _linear_from(tensors)
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """[num_tokens] int64 -> final hidden states [num_tokens, hidden_size], before the norm."""
-        x = self.embed(token_ids)
+        """[num_tokens] int64 -> hidden states [num_tokens, hidden_size], before the final norm.
+
+        The result lies in the workspace and lasts until the next forward pass.
+        """
+        x = self.embed(token_ids, ctx.workspace.hidden[: len(token_ids)])
         for layer in self.layers:
             layer.forward(x, ctx)
         return x
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[num_rows, hidden_size] of `forward` -> [num_rows, vocab_size] float32."""
-        return self.head.to_float(hidden, self.final_norm)
+    def logits(self, hidden: Tensor, workspace: Workspace) -> Tensor:
+        """[num_rows, hidden_size] of `forward` -> [num_rows, vocab_size] float32, in the workspace.
+
+        num_rows is at most what the workspace was made for.
+        """
+        num_rows = len(hidden)
+        h = self.final_norm(hidden, workspace.normed[:num_rows])
+        return self.head(h, workspace.logits[:num_rows])
+
+    @property
+    def replayable(self) -> bool:
+        """Whether a step makes nothing but recordable kernel calls, on fixed addresses."""
+        parts: list[Linear | Gated | Embedding] = [self.embed, self.head]
+        for layer in self.layers:
+            parts += [layer.qkv, layer.out, layer.gate_up, layer.down]
+        replayable = self._attention.replayable and not self.rotary.is_dynamic
+        return replayable and all(part.replayable for part in parts)
 
     @property
     def weight_bytes(self) -> int:

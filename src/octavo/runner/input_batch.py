@@ -8,6 +8,7 @@ numpy indexing over those rows, without a Python loop over tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,21 +71,37 @@ class InputBatch:
     """Remembers sequences and block tables; turns a plan into a `Batch`.
 
     block_size: tokens in a block; max_num_seqs: most sequences with blocks at one time;
-    max_blocks_per_seq: longest block table.
+    max_num_tokens: most tokens in a step; max_blocks_per_seq: longest block table.
+
+    A batch's tensors are the first rows of buffers made here once, and last until the next batch:
+    no step allocates them, and their addresses never change.
     """
 
-    def __init__(self, block_size: int, max_num_seqs: int, max_blocks_per_seq: int) -> None:
+    def __init__(
+        self, block_size: int, max_num_seqs: int, max_num_tokens: int, max_blocks_per_seq: int
+    ) -> None:
         self.block_size = block_size
         self.seqs: dict[int, SeqState] = {}
         self._tables = np.zeros((max_num_seqs, max_blocks_per_seq), dtype=np.int32)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._buffers = Batch(
+            token_ids=torch.zeros(max_num_tokens, dtype=torch.int64),
+            positions=torch.zeros(max_num_tokens, dtype=torch.int64),
+            prompt_lens=torch.zeros(max_num_tokens, dtype=torch.int64),
+            slot_mapping=torch.zeros(max_num_tokens, dtype=torch.int64),
+            block_tables=torch.zeros((max_num_seqs, max_blocks_per_seq), dtype=torch.int32),
+            seq_lens=torch.zeros(max_num_seqs, dtype=torch.int32),
+            query_start_loc=torch.zeros(max_num_seqs + 1, dtype=torch.int32),
+            last_rows=torch.zeros(max_num_seqs, dtype=torch.int64),
+        )
 
     def apply(self, plan: StepPlan) -> None:
         """Forget, reset and add sequences, and bring their block tables up to date."""
+        # After a failed step a plan may name sequences that never got here.
         for seq_id in plan.finished:
-            self._drop_table(self.seqs.pop(seq_id))
+            self._drop_table(self.seqs.pop(seq_id, None))
         for seq_id in plan.preempted:
-            self._drop_table(self.seqs[seq_id])
+            self._drop_table(self.seqs.get(seq_id))
         for new in plan.new_seqs:
             self._add(new)
         for seq in plan.seqs:
@@ -95,7 +112,9 @@ class InputBatch:
         assert new.seq_id not in self.seqs, f"sequence {new.seq_id} is announced twice"
         self.seqs[new.seq_id] = SeqState(new.token_ids)
 
-    def _drop_table(self, state: SeqState) -> None:
+    def _drop_table(self, state: SeqState | None) -> None:
+        if state is None:
+            return
         if state.row >= 0:
             self._free_rows.append(state.row)
         state.row, state.num_blocks = -1, 0
@@ -134,18 +153,25 @@ class InputBatch:
         shift = np.repeat(starts - query_start_loc[:-1], counts)
         positions = np.arange(len(token_ids), dtype=np.int64) + shift
         seq_lens = starts + counts
-        max_blocks = int(-(-seq_lens.max() // self.block_size))
         block_ids = self._tables[np.repeat(rows, counts), positions // self.block_size]
         slots = block_ids.astype(np.int64) * self.block_size + positions % self.block_size
         prompt_lens = np.fromiter((s.num_prompt_tokens for s in states), np.int64, len(seqs))
         sampled = np.fromiter((seq.sample for seq in seqs), np.bool_, len(seqs))
+        into = self._buffers
         return Batch(
-            token_ids=torch.from_numpy(token_ids),
-            positions=torch.from_numpy(positions),
-            prompt_lens=torch.from_numpy(np.repeat(prompt_lens, counts)),
-            slot_mapping=torch.from_numpy(slots),
-            block_tables=torch.from_numpy(self._tables[rows, :max_blocks]),
-            seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
-            query_start_loc=torch.from_numpy(query_start_loc.astype(np.int32)),
-            last_rows=torch.from_numpy(query_start_loc[1:][sampled] - 1),
+            token_ids=_put(into.token_ids, token_ids),
+            positions=_put(into.positions, positions),
+            prompt_lens=_put(into.prompt_lens, np.repeat(prompt_lens, counts)),
+            slot_mapping=_put(into.slot_mapping, slots),
+            block_tables=_put(into.block_tables, self._tables[rows]),
+            seq_lens=_put(into.seq_lens, seq_lens),
+            query_start_loc=_put(into.query_start_loc, query_start_loc),
+            last_rows=_put(into.last_rows, query_start_loc[1:][sampled] - 1),
         )
+
+
+def _put(buffer: Tensor, values: NDArray[np.integer[Any]]) -> Tensor:
+    """The first rows of `buffer`, holding `values`."""
+    rows = buffer[: len(values)]
+    rows.numpy()[:] = values
+    return rows

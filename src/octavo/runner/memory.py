@@ -1,11 +1,9 @@
-"""How much memory there is, and how much a step needs besides weights and KV."""
+"""How much memory there is."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-
-from octavo.arch import ModelArch
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -74,15 +72,3 @@ def process_bytes() -> int:
     import psutil
 
     return int(psutil.Process(os.getpid()).memory_info().rss)
-
-
-def activation_bytes(arch: ModelArch, num_tokens: int, element_bytes: int) -> int:
-    """Upper bound of a layer's live tensors for a step of `num_tokens` tokens.
-
-    At most these are alive at once: the residual stream, its norm, q k v and the attention output,
-    gate, up and their product (float32 inside the sampler is counted with the logits).
-    """
-    qkv = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
-    widths = 2 * arch.hidden_size + qkv + arch.num_heads * arch.head_dim
-    widths += 3 * arch.intermediate_size
-    return num_tokens * widths * element_bytes

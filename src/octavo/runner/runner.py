@@ -9,47 +9,67 @@ import torch
 from torch import Tensor
 
 from octavo.attention.base import ForwardContext
+from octavo.layers.workspace import Workspace
 from octavo.models.decoder import Decoder
 from octavo.plan import SeqPlan, SeqResult, StepPlan, StepResult, TokenLogprobs
 from octavo.runner.input_batch import Batch, InputBatch
 from octavo.runner.kv_store import KVStore
+from octavo.runner.replay import DecodeReplay
 from octavo.sampling.batch import SamplingState
 from octavo.sampling.logprobs import prompt_logprobs
 from octavo.sampling.sampler import sample
 
-LOGIT_ROWS_AT_ONCE = 64
-"""Prompt logprobs are computed this many rows at a time, which bounds their memory."""
-
 
 class Runner:
-    """Model, KV pool and per-sequence device state.
+    """Model, KV pool, buffers and per-sequence device state.
 
-    model: weights loaded; kv_store: the pool; max_num_seqs: most sequences with blocks at one
-    time; max_blocks_per_seq: longest block table.
+    model: weights loaded; kv_store: the pool; workspace: buffers for the largest step;
+    max_num_seqs: most sequences with blocks at one time; max_num_tokens: most tokens in a step;
+    max_blocks_per_seq: longest block table.
     """
 
     def __init__(
-        self, model: Decoder, kv_store: KVStore, max_num_seqs: int, max_blocks_per_seq: int
+        self,
+        model: Decoder,
+        kv_store: KVStore,
+        workspace: Workspace,
+        *,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        max_blocks_per_seq: int,
     ) -> None:
-        self.model, self.kv_store = model, kv_store
+        self.model, self.kv_store, self.workspace = model, kv_store, workspace
         block_size = kv_store.data.shape[4]
-        self.inputs = InputBatch(block_size, max_num_seqs, max_blocks_per_seq)
+        self.inputs = InputBatch(block_size, max_num_seqs, max_num_tokens, max_blocks_per_seq)
         self.sampling = SamplingState(model.arch.vocab_size)
+        self._replay = DecodeReplay() if model.replayable else None
         self._num_prompt_logprobs: dict[int, int] = {}
         self._prompt_logprobs_done: dict[int, int] = {}
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Carry out one plan: copies first, then the forward pass, then sampling."""
-        batch, hidden = self.forward(plan)
-        prompt = self._prompt_logprobs(plan.seqs, hidden) if self._num_prompt_logprobs else {}
-        return StepResult(plan.step_id, self._sample(plan.seqs, batch, hidden), prompt)
-
-    def forward(self, plan: StepPlan) -> tuple[Batch, Tensor]:
-        """All of a plan but the sampling: its batch, and hidden states [num_tokens, hidden]."""
         self._apply(plan)
         batch = self.inputs.build(plan.seqs)
-        return batch, self.model.forward(batch.token_ids, self._context(batch))
+        if self._replay is not None and _only_decodes(plan):
+            logits = self._replay.logits(len(plan.seqs), lambda: self._decode(batch))
+            return StepResult(plan.step_id, self._sample(plan.seqs, logits))
+        hidden = self.model.forward(batch.token_ids, self._context(batch))
+        prompt = self._prompt_logprobs(plan.seqs, hidden) if self._num_prompt_logprobs else {}
+        if not len(batch.last_rows):
+            return StepResult(plan.step_id, [], prompt)
+        logits = self.model.logits(hidden[batch.last_rows], self.workspace)
+        return StepResult(plan.step_id, self._sample(plan.seqs, logits), prompt)
+
+    def forward(self, plan: StepPlan) -> Tensor:
+        """All of a plan but the sampling: hidden states [num_tokens, hidden_size]."""
+        self._apply(plan)
+        batch = self.inputs.build(plan.seqs)
+        return self.model.forward(batch.token_ids, self._context(batch))
+
+    def _decode(self, batch: Batch) -> Tensor:
+        hidden = self.model.forward(batch.token_ids, self._context(batch))
+        return self.model.logits(hidden, self.workspace)
 
     def _apply(self, plan: StepPlan) -> None:
         for seq_id in plan.finished:
@@ -74,13 +94,12 @@ class Runner:
             slot_mapping=batch.slot_mapping,
             rope_rows=rope_rows,
             cos_sin=cos_sin,
+            workspace=self.workspace,
         )
 
-    def _sample(self, seqs: list[SeqPlan], batch: Batch, hidden: Tensor) -> list[SeqResult]:
+    def _sample(self, seqs: list[SeqPlan], logits: Tensor) -> list[SeqResult]:
+        """Tokens of the sequences that need one, whose logits are [their number, vocab_size]."""
         seq_ids = [seq.seq_id for seq in seqs if seq.sample]
-        if not seq_ids:
-            return []
-        logits = self.model.logits(hidden[batch.last_rows])
         sampled = sample(logits, seq_ids, self.sampling)
         results = []
         for seq_id, token_id, logprobs in zip(
@@ -116,8 +135,14 @@ class Runner:
         return found
 
     def _logprobs_of(self, hidden: Tensor, targets: Tensor, num_top: int) -> list[TokenLogprobs]:
+        at_once = len(self.workspace.logits)
         found: list[TokenLogprobs] = []
-        for i in range(0, len(hidden), LOGIT_ROWS_AT_ONCE):
-            logits = self.model.logits(hidden[i : i + LOGIT_ROWS_AT_ONCE])
-            found += prompt_logprobs(logits, targets[i : i + LOGIT_ROWS_AT_ONCE], num_top)
+        for i in range(0, len(hidden), at_once):
+            logits = self.model.logits(hidden[i : i + at_once], self.workspace)
+            found += prompt_logprobs(logits, targets[i : i + at_once], num_top)
         return found
+
+
+def _only_decodes(plan: StepPlan) -> bool:
+    """Whether every sequence computes one token and needs the next: a step that can be replayed."""
+    return all(seq.num_tokens == 1 and seq.sample for seq in plan.seqs)

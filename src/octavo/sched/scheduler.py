@@ -113,18 +113,15 @@ class Scheduler:
 
         Who runs is served before anyone is admitted, so a new prompt takes only what decodes
         leave; and everyone who runs gets at least one token, so decodes do not hold up prompts
-        either. After a preemption nobody is admitted in the same step, unless nobody is left
-        running.
+        either. Who was preempted is as a rule not admitted again in the same step: it gave its
+        blocks up because they were too few.
         """
         self._set_time(now_s)
         roster = self._roster
         plan = StepPlan(self._next_step_id, finished=roster.to_forget, preempted=roster.to_empty)
         budget = StepBudget(self._max_num_batched_tokens, self._max_num_seqs)
-        num_preemptions = roster.num_preemptions
-
         self._serve_running(plan, budget)
-        if roster.num_preemptions == num_preemptions or not roster.running:
-            self._admit_waiting(plan, budget)
+        self._admit_waiting(plan, budget)
         budget.check()
 
         if not plan.seqs:

@@ -30,6 +30,11 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         import jinja2
 
+        if not isinstance(source, str):
+            raise InvalidRequestError(
+                f"chat_template must be Jinja text, got {type(source).__name__}",
+                parameter="chat_template",
+            )
         self.source = source
         self._special_tokens = dict(special_tokens or {})
         try:

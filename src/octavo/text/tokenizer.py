@@ -28,6 +28,7 @@ _NAMED = (
     "mask_token",
 )
 DEFAULT_TEMPLATE = "default"
+_WAY_OUT = "download it again, or name another tokenizer with --tokenizer"
 
 
 class Tokenizer(Protocol):
@@ -182,9 +183,7 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
         raise TokenizerError(f"no tokenizer at {path}: not a folder or .gguf file")
     if (path / "tokenizer.json").is_file():
         return _from_folder(path)
-    if any(
-        (path / f).is_file() for f in ("tokenizer.model", "vocab.json", "tokenizer_config.json")
-    ):
+    if any((path / f).is_file() for f in ("tokenizer.model", "vocab.json")):
         return _through_transformers(path)
     raise TokenizerError(
         f"no tokenizer in {path} (no tokenizer.json, tokenizer.model or vocab.json); name one with "
@@ -199,10 +198,16 @@ def _from_folder(folder: Path) -> FastTokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
-        raise TokenizerError(f"{path} cannot be read: {error}") from error
+        raise TokenizerError(f"{path} cannot be read: {error}; {_WAY_OUT}") from error
     config = _read_json(folder / "tokenizer_config.json")
     named = _named_tokens(_read_json(folder / "special_tokens_map.json") | config)
-    _add_missing(backend, config, list(named.values()))
+    try:
+        _add_missing(backend, config, list(named.values()))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise TokenizerError(
+            f"{folder / 'tokenizer_config.json'} is damaged: its added tokens cannot be read "
+            f"({error!r}); {_WAY_OUT}"
+        ) from error
     return FastTokenizer(
         backend,
         eos_token_ids=_folder_eos(folder),
@@ -249,13 +254,27 @@ def _add_missing(
 
 def _folder_eos(folder: Path) -> tuple[int, ...]:
     for file in ("generation_config.json", "config.json"):
-        ids = token_ids(_read_json(folder / file).get("eos_token_id"))
+        ids = token_ids(_read_json(folder / file).get("eos_token_id"), str(folder / file))
         if ids:
             return ids
     return ()
 
 
 def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name. Raises `TokenizerError` for what is none."""
+    try:
+        templates = _read_templates(folder, config)
+    except (OSError, TypeError, ValueError, KeyError) as error:
+        raise TokenizerError(
+            f"the chat templates in {folder} cannot be read ({error!r}); {_WAY_OUT}"
+        ) from error
+    for name, template in templates.items():
+        if not isinstance(template, str):
+            raise TokenizerError(f"{folder}: chat template {name!r} is no text; {_WAY_OUT}")
+    return templates
+
+
+def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """A file of its own wins over tokenizer_config.json, which may hold one or a list by name."""
     templates: dict[str, str] = {}
     stated = config.get("chat_template")
@@ -281,9 +300,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise TokenizerError(f"{path} cannot be read: {error}") from error
+        raise TokenizerError(f"{path} cannot be read: {error}; {_WAY_OUT}") from error
     if not isinstance(value, dict):
-        raise TokenizerError(f"{path} is damaged: not a JSON object")
+        raise TokenizerError(f"{path} is damaged: not a JSON object; {_WAY_OUT}")
     return value
 
 
@@ -301,7 +320,10 @@ def _through_transformers(folder: Path) -> FastTokenizer:
         backend = getattr(loaded, "backend_tokenizer", None)
         config = _read_json(folder / "tokenizer_config.json")
     except Exception as error:  # whatever its many converters raise
-        raise TokenizerError(f"the tokenizer in {folder} cannot be read: {error}") from error
+        reason = " ".join(str(error).split())  # some are paragraphs
+        raise TokenizerError(
+            f"the tokenizer in {folder} cannot be read: {reason}; {_WAY_OUT}"
+        ) from error
     if backend is None:
         raise TokenizerError(
             f"the tokenizer in {folder} has no fast form ({type(loaded).__name__}); name another "

@@ -185,21 +185,27 @@ def _number(file: GGUFFile, key: str, default: int) -> int:
 def _required(file: GGUFFile, key: str) -> int:
     value = _number(file, key, 0)
     if value < 1:
-        raise WeightsError(f"{file.path} does not state {file.architecture}.{key}")
+        raise WeightsError(
+            f"{file.path} does not state {file.architecture}.{key}; convert the model again with a "
+            "current llama.cpp"
+        )
     return value
 
 
 def _required_float(file: GGUFFile, key: str) -> float:
     value = file.arch_key(key)
     if not isinstance(value, float):
-        raise WeightsError(f"{file.path} does not state {file.architecture}.{key}")
+        raise WeightsError(
+            f"{file.path} does not state {file.architecture}.{key}; convert the model again with a "
+            "current llama.cpp"
+        )
     # the file holds float32; 1e-5 comes back as 9.999999747378752e-06
     return float(np.format_float_positional(np.float32(value), unique=True))
 
 
 def _tensor(file: GGUFFile, name: str) -> GGUFTensor:
     if name not in file.tensors:
-        raise WeightsError(f"{file.path} has no tensor {name!r}")
+        raise WeightsError(f"{file.path} has no tensor {name!r}; convert the model again")
     return file.tensors[name]
 
 

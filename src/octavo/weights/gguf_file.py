@@ -128,10 +128,8 @@ class GGUFFile:
     def _start(self, cursor: _Cursor) -> tuple[int, int]:
         magic = bytes(self._map[:4])
         if magic != MAGIC:
-            found = repr(magic) if magic else "an empty file"
-            raise WeightsError(
-                f"{self.path} is not a GGUF file: starts with {found}, not {MAGIC!r}"
-            )
+            found = f"it starts with {magic!r}, not {MAGIC!r}" if magic else "it is empty"
+            raise WeightsError(f"{self.path} is not a GGUF file: {found}; download it again")
         cursor.position = 4
         version = cursor.scalar(4, "the version")
         if version not in _VERSIONS:

@@ -31,7 +31,7 @@ def _indexed(index: Path) -> list[Path]:
     try:
         files = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise WeightsError(f"{index} is damaged: {error!r}") from error
+        raise WeightsError(f"{index} is damaged: {error!r}; download it again") from error
     paths = [index.parent / file for file in sorted(files)]
     outside = [p for p in paths if p.parent != index.parent]
     if outside:

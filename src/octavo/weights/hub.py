@@ -7,9 +7,10 @@ is imported only here and only when a name is looked up.
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -21,6 +22,8 @@ from octavo.weights.progress import Progress
 GIVE_UP_S = 5.0
 """How long the hub may take to answer the first question."""
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_MAX_NAME = 96
+"""Characters in a name on the hub."""
 _SMALL_FILES = (
     "config.json",
     "generation_config.json",
@@ -53,7 +56,12 @@ class HubName:
     def parse(cls, name: str) -> HubName | None:
         """None when it cannot be a name on the hub."""
         repo, _, quant = name.partition(":")
-        valid = _REPO.fullmatch(repo) and ".." not in repo and "--" not in repo
+        valid = (
+            len(repo) <= _MAX_NAME
+            and _REPO.fullmatch(repo)
+            and ".." not in repo
+            and "--" not in repo
+        )
         return cls(repo, quant or None) if valid else None
 
 
@@ -89,10 +97,10 @@ def fetch_snapshot(
     folder, done = Path(), 0
     try:
         for file in wanted:
-            # a callable in place of tqdm's class, which is all that is asked of it
-            bar: Any = functools.partial(_FileBar, progress, done)
             try:
-                path = hf_hub_download(name.repo, file, revision=info.sha, tqdm_class=bar)
+                path = hf_hub_download(
+                    name.repo, file, revision=info.sha, **_bar(hf_hub_download, progress, done)
+                )
             except Exception as error:
                 raise _translate(error, name, revision, file) from error
             folder = Path(path).parent
@@ -227,8 +235,14 @@ def _translate(
     if isinstance(error, errors.HFValidationError):
         return ModelNotFoundError(f"{name.repo!r} is not a valid name: {error}")
     detail = str(error).splitlines()[0] if str(error) else type(error).__name__
-    verb = "broke off while sending" if file else "cannot be reached for"
-    return HubUnreachableError(f"{_endpoint()} {verb} {what}: {detail}")
+    if file:
+        return HubUnreachableError(
+            f"{_endpoint()} broke off while sending {what}: {detail}; run it again to go on"
+        )
+    return HubUnreachableError(
+        f"{_endpoint()} cannot be reached for {what}: {detail}; check the network, or give a local "
+        "folder or .gguf file"
+    )
 
 
 def _endpoint() -> str:
@@ -252,6 +266,14 @@ def _remember(name: HubName, revision: str | None, commit: str | None) -> None:
     part = ref.with_name(f"{ref.name}.{threading.get_ident()}.part")
     part.write_text(commit, "utf-8")
     part.replace(ref)
+
+
+def _bar(download: Callable[..., Any], progress: Progress, before: int) -> dict[str, Any]:
+    """How to have a download's bytes reported, where this version of the library can."""
+    if "tqdm_class" not in inspect.signature(download).parameters:
+        return {}
+    # a callable in place of the class: calling it is all that is done with it
+    return {"tqdm_class": functools.partial(_FileBar, progress, before)}
 
 
 class _FileBar:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,7 +61,7 @@ def open_model(files: ModelFiles) -> OpenModel:
         return OpenModel(arch, GGUFSource(file, arch) if files.kind == "gguf" else None)
     config = read_json(files.config)
     if config is None:
-        raise ModelNotFoundError(f"no config.json in {files.config.parent}")
+        raise ModelNotFoundError(f"no config.json in {files.config.parent}; download it, too")
     generation = read_json(files.config.with_name("generation_config.json"))
     arch = read_hf_config(config, generation, str(files.config))
     return OpenModel(arch, SafetensorsSource(files.path) if files.kind == "hf" else None)
@@ -75,9 +74,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise WeightsError(f"{path} cannot be read: {error}") from error
+        raise WeightsError(f"{path} cannot be read: {error}; download it again") from error
     if not isinstance(value, dict):
-        raise WeightsError(f"{path} is damaged: not a JSON object")
+        raise WeightsError(f"{path} is damaged: not a JSON object; download it again")
     return value
 
 
@@ -156,14 +155,10 @@ def _check(spec: Mapping[str, tuple[int, ...]], source: WeightSource, arch: Mode
         raise WeightsError(
             f"{source.name} does not hold the tensors of {arch.architecture}: "
             + "; ".join(problems)
+            + "; weights and configuration must be of one model: download both again"
         )
 
 
 def _list(names: list[str]) -> str:
     more = len(names) - _LISTED
     return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
-
-
-def num_parameters(source: WeightSource) -> int:
-    """Elements of all tensors in the file."""
-    return sum(math.prod(shape) for shape in source.shapes().values())

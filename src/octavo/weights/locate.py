@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Literal
 
 from octavo.config import DEFAULT_MODEL, LoadFormat
-from octavo.errors import ModelError, ModelNotFoundError, UnsupportedModelError
+from octavo.errors import ConfigError, ModelError, ModelNotFoundError, UnsupportedModelError
 from octavo.weights import hub, wheel
 from octavo.weights.hf_folder import INDEX, PICKLES, safetensors_files
 from octavo.weights.progress import NullProgress, Progress
 
-_IN_FOLDERS = (*PICKLES, ".safetensors", ".json")
+_IN_FOLDERS = (".safetensors", ".json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +57,23 @@ def locate(
     """Find `model`, downloading it if need be.
 
     Raises `ModelNotFoundError` (not there, not reachable, gated), `UnsupportedModelError` (a file
-    of a kind octavo does not load) or `WeightsError` (a download that arrived damaged).
+    of a kind octavo does not load), `WeightsError` (a download that arrived damaged) or
+    `ConfigError` (a revision of a model that is not from the hub).
     """
-    path = Path(model).expanduser()
-    if model and path.is_dir():
-        return from_folder(path, load_format, model)
-    if path.is_file():
-        return _from_file(path, load_format, model)
+    path = local_path(model)
+    if path is not None:
+        if revision is not None:
+            raise ConfigError(
+                f"revision={revision!r} chooses a version of a hub model, but {model} is on this "
+                "machine: leave --revision out"
+            )
+        kind = from_folder if path.is_dir() else _from_file
+        return kind(path, load_format, model)
     name = None if _looks_local(model) else hub.HubName.parse(model)
     if name is None:
         raise ModelNotFoundError(
-            f"no file or folder {model!r}, and it is not a name on the hub (like {DEFAULT_MODEL})"
+            f"no file or folder {model[:200]!r}, and it is not a name on the hub (like "
+            f"{DEFAULT_MODEL}): check --model"
         )
     if revision is None and (found := _in_own_cache(name, load_format)) is not None:
         return found
@@ -94,12 +100,14 @@ def locate_tokenizer(
 
     Raises as `locate` does.
     """
-    path = Path(name).expanduser()
-    if path.exists():
+    path = local_path(name)
+    if path is not None:
         return path.parent if path.name in hub.TOKENIZER_FILES else path
     parsed = None if _looks_local(name) else hub.HubName.parse(name)
     if parsed is None:
-        raise ModelNotFoundError(f"no tokenizer at {name!r}: no such file or folder")
+        raise ModelNotFoundError(
+            f"no tokenizer at {name[:200]!r}: no such file or folder; check --tokenizer"
+        )
     if revision is None and (found := _in_own_cache(parsed, "auto")) is not None:
         return found.tokenizer
     cached = hub.cached_snapshot(parsed, revision)
@@ -123,7 +131,9 @@ def from_folder(folder: Path, load_format: LoadFormat, name: str) -> ModelFiles:
     has_tensors = any(folder.glob("*.safetensors")) or (folder / INDEX).is_file()
     if load_format in ("auto", "safetensors") and has_tensors:
         if not config.is_file():
-            raise ModelNotFoundError(f"{folder} has safetensors files but no config.json")
+            raise ModelNotFoundError(
+                f"{folder} has safetensors files but no config.json; download it, too"
+            )
         return ModelFiles("hf", folder, config, folder, name)
     ggufs = [p.name for p in folder.glob("*.gguf") if not hub.is_projector(p.name)]
     if load_format != "safetensors" and ggufs:
@@ -139,19 +149,36 @@ def from_folder(folder: Path, load_format: LoadFormat, name: str) -> ModelFiles:
             "them to safetensors"
         )
     wanted = {"auto": "safetensors or GGUF file", "dummy": "config.json or GGUF file"}
+    ways = {"auto": "download the model again, or --load-format dummy runs it on random weights"}
     raise ModelNotFoundError(
         f"{folder} has no {wanted.get(load_format, load_format + ' file')} "
-        f"(--load-format {load_format})"
+        f"(--load-format {load_format}): "
+        + ways.get(load_format, "try --load-format auto, or download the model again")
     )
 
 
 def _from_file(path: Path, load_format: LoadFormat, name: str) -> ModelFiles:
+    if path.suffix in PICKLES:
+        raise UnsupportedModelError(
+            f"{path} is pickled, which octavo never loads; convert it to safetensors"
+        )
     if path.suffix != ".gguf":
-        hint = f"; give its folder, {path.parent}" if path.suffix in _IN_FOLDERS else ""
-        raise UnsupportedModelError(f"{path} is not a .gguf file{hint}")
+        folder = f" {path.parent}" if path.suffix in _IN_FOLDERS else ""
+        raise UnsupportedModelError(
+            f"{path} is not a .gguf file; give one, or the model's folder{folder}"
+        )
     if load_format == "safetensors":
-        raise ModelNotFoundError(f"{path} is a GGUF file, not safetensors (--load-format)")
+        raise ModelNotFoundError(f"{path} is a GGUF file, not safetensors: leave --load-format out")
     return ModelFiles("dummy" if load_format == "dummy" else "gguf", path, path, path, name)
+
+
+def local_path(name: str) -> Path | None:
+    """The file or folder of that name; None when there is none, or it cannot be a path."""
+    try:
+        path = Path(name).expanduser()
+        return path if name and path.exists() else None
+    except (OSError, RuntimeError, ValueError):  # too long, no such home, a zero byte
+        return None
 
 
 def _looks_local(model: str) -> bool:

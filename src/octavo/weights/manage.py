@@ -33,7 +33,7 @@ def pull(
     progress: Progress | None = None,
 ) -> locate.ModelFiles:
     """Download a model, or bring a hub model that is there up to date. Raises as `locate` does."""
-    parsed = None if Path(name).expanduser().exists() else hub.HubName.parse(name)
+    parsed = None if locate.local_path(name) is not None else hub.HubName.parse(name)
     stored = {m.name for m in list_models() if m.where == "hub"}
     if parsed is not None and parsed.repo in stored:
         # out of reach: `locate` takes what is there, or says why it cannot

@@ -93,15 +93,25 @@ def _read_header(path: Path) -> _Header:
     try:
         header: _Header = json.loads(text)
         header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        end = max((_end(entry) for entry in header.values()), default=0)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise WeightsError(f"{path} is damaged: its header cannot be read ({error!r})") from error
+        raise WeightsError(
+            f"{path} is damaged: its header cannot be read ({error!r}); download it again"
+        ) from error
     if 8 + length + end > size:
         raise WeightsError(
             f"{path} is truncated: its tensors end at byte {8 + length + end:,} but it has "
             f"{size:,} bytes; download it again"
         )
     return header
+
+
+def _end(entry: dict[str, Any]) -> int:
+    """The byte behind a tensor; raises as a wrong type does for an entry that describes none."""
+    sizes, (start, end) = entry["shape"], entry["data_offsets"]
+    if not isinstance(entry["dtype"], str) or not all(type(n) is int for n in (*sizes, start, end)):
+        raise TypeError(f"no tensor: {entry}")
+    return int(end)
 
 
 def _num_bytes(entry: dict[str, Any]) -> int:

@@ -1,8 +1,8 @@
 """bf16 linear layers on CPU with weights packed once: launcher of csrc/gemm.c.
 
 One packed copy of a weight serves every batch size: it is streamed at the speed of memory for one
-row, and multiplied in AMX tiles or AVX512_BF16 registers for many. Bias, residual, gated
-activation and a preceding RMSNorm are fused into the pass.
+row, and multiplied in AMX tiles or AVX512_BF16 registers for many. Bias, residual and
+gated activation are fused into the pass.
 
 Bits: a row of the result depends on that row of x alone, never on the batch, the number of
 threads or the row's place. AMX and AVX512_BF16 add products in different orders, so their results
@@ -11,9 +11,7 @@ agree to float32 rounding, not bit for bit. Both treat denormal inputs and produ
 
 from __future__ import annotations
 
-import ctypes
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,9 +27,8 @@ _OUT_F32, _RESIDUAL_F32 = 1, 2
 _LEVELS = ("avx512_bf16", "amx")
 # struct gemm_args and embedding_args of csrc/gemm.h. Packing bytes is several times faster than
 # filling a ctypes.Structure.
-_pack_gemm = struct.Struct("@2P5q5P4q2if").pack
+_pack_gemm = struct.Struct("@2P5q4P4q2i").pack
 _pack_embedding = struct.Struct("@2P5q2P2qi").pack
-_functions: list[tuple[Callable[[bytes], int], Callable[[bytes], int]]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +124,8 @@ def linear(
     out: Tensor | None = None,
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
 ) -> Tensor:
-    """`h W^T + bias + residual`, where h is x, or RMSNorm(x) if norm_weight is given.
-
-    Sums in float32 and rounds once, at the end. RMSNorm(x) is
-    `bf16(bf16(x / sqrt(mean(x^2) + norm_eps)) * norm_weight)`, with the mean in float32.
+    """`x W^T + bias + residual`. Sums in float32 and rounds once, at the end.
 
     Args:
         x: bf16 [num_rows, k], dense rows at any stride.
@@ -141,7 +133,6 @@ def linear(
         out: [num_rows, n], bf16 or float32, dense rows at any stride; must not overlap x.
         residual: [num_rows, n], bf16 or float32; may be `out`, but not overlap it otherwise.
         out_dtype: of the result if `out` is not given; default bf16.
-        norm_weight: bf16 [k], dense.
 
     Returns: out, or a new tensor.
     Raises: TypeError for dtypes, ValueError for shapes and strides, RuntimeError where
@@ -149,23 +140,17 @@ def linear(
     """
     if packed.kind != "plain":
         raise ValueError("linear needs a weight from pack, this one is from pack_gate_up")
-    return _run(x, packed, out, residual, out_dtype, norm_weight, norm_eps)
+    return _run(x, packed, out, residual, out_dtype)
 
 
-def linear_silu_mul(
-    x: Tensor,
-    packed: PackedWeight,
-    out: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
-) -> Tensor:
-    """`silu(h Wg^T + bg) * (h Wu^T + bu)`, [num_rows, n] bf16, without the [num_rows, 2 n] between.
+def linear_silu_mul(x: Tensor, packed: PackedWeight, out: Tensor | None = None) -> Tensor:
+    """`silu(x Wg^T + bg) * (x Wu^T + bu)`, [num_rows, n] bf16, without the [num_rows, 2 n] between.
 
     Arguments as for `linear`, packed from `pack_gate_up`. float32 inside, rounded once.
     """
     if packed.kind != "gate_up":
         raise ValueError("linear_silu_mul needs a weight from pack_gate_up, this one is from pack")
-    return _run(x, packed, out, None, None, norm_weight, norm_eps)
+    return _run(x, packed, out, None, None)
 
 
 def embedding(packed: PackedWeight, ids: Tensor, out: Tensor | None = None) -> Tensor:
@@ -194,7 +179,7 @@ def embedding(packed: PackedWeight, ids: Tensor, out: Tensor | None = None) -> T
         *packed._fields(), ids.data_ptr(), out.data_ptr(), count, out.stride(0),
         torch.get_num_threads(),
     )  # fmt: skip
-    bad = _library()[1](args)
+    bad = _call("octavo_gemm_embedding", args) - 1
     if bad >= 0:
         raise ValueError(f"ids[{bad}] is {int(ids[bad])}; ids must be in [0, {packed.n})")
     return out
@@ -206,8 +191,6 @@ def _run(
     out: Tensor | None,
     residual: Tensor | None,
     out_dtype: torch.dtype | None,
-    norm_weight: Tensor | None,
-    norm_eps: float,
 ) -> Tensor:
     num_rows = x.shape[0] if x.dim() == 2 else -1
     fields = packed._fields()
@@ -222,25 +205,21 @@ def _run(
         if out_dtype is not None and out_dtype != out.dtype:
             raise TypeError(f"out is {out.dtype}, but out_dtype is {out_dtype}")
     flags = _OUT_F32 if out.dtype is torch.float32 else 0
-    residual_ptr = residual_stride = norm_ptr = scratch_ptr = 0
+    residual_ptr = residual_stride = scratch_ptr = 0
     if residual is not None:
         _check_rows("residual", residual, num_rows, packed.n, _RESULTS)
         residual_ptr, residual_stride = residual.data_ptr(), residual.stride(0)
         flags |= _RESIDUAL_F32 if residual.dtype is torch.float32 else 0
-    if norm_weight is not None:
-        _check_dtype("norm_weight", norm_weight.dtype, (torch.bfloat16,))
-        if norm_weight.shape != (k,) or not norm_weight.is_contiguous():
-            raise ValueError(f"norm_weight must be dense [{k}], not {list(norm_weight.shape)}")
-        norm_ptr = norm_weight.data_ptr()
-    if norm_ptr or k != kp:
+    if k != kp:
+        native.cannot_replay()
         scratch = torch.empty(num_rows, kp, dtype=torch.bfloat16)
         scratch_ptr = scratch.data_ptr()
     args = _pack_gemm(
-        *fields, x.data_ptr(), out.data_ptr(), residual_ptr, norm_ptr, scratch_ptr,
+        *fields, x.data_ptr(), out.data_ptr(), residual_ptr, scratch_ptr,
         x.stride(0), num_rows, out.stride(0), residual_stride,
-        flags, torch.get_num_threads(), norm_eps,
+        flags, torch.get_num_threads(),
     )  # fmt: skip
-    if num_rows and _library()[0](args):
+    if num_rows and _call("octavo_gemm", args):
         raise RuntimeError(f"linear needs one of {_LEVELS}; this process has {native.isa()!r}")
     return out
 
@@ -248,17 +227,11 @@ def _run(
 _RESULTS = (torch.bfloat16, torch.float32)
 
 
-def _library() -> tuple[Callable[[bytes], int], Callable[[bytes], int]]:
-    """octavo_gemm and octavo_gemm_embedding, looked up once."""
-    if not _functions:
-        library = native.load()
-        if library is None:
-            raise RuntimeError("the C library of the CPU kernels is not available")
-        gemm, embedding = library.octavo_gemm, library.octavo_gemm_embedding
-        gemm.argtypes = embedding.argtypes = [ctypes.c_char_p]
-        gemm.restype, embedding.restype = ctypes.c_int, ctypes.c_int64
-        _functions.append((gemm, embedding))
-    return _functions[0]
+def _call(name: str, args: bytes) -> int:
+    function = native.function(name)
+    if function is None:
+        raise RuntimeError("the C library of the CPU kernels is not available")
+    return function(args)
 
 
 def _check_dtype(name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:

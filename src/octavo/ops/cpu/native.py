@@ -5,9 +5,9 @@
 2. Else all of csrc/*.c compiled at first use into the user's cache directory.
 3. Else None, with one logged reason; callers use their torch fallbacks.
 
-Threads come from the OpenMP runtime that torch has already loaded: the library is compiled with
-OpenMP but not linked to any runtime, because two pools in one process spin against each other.
-Where torch's runtime cannot be found, a single-threaded build is used.
+Threads come from the library's own pool (csrc/pool.c), not from an OpenMP runtime: torch brings one
+of those, two in a process spin against each other, and a barrier waits for threads that a busy
+machine has put aside.
 
 Environment: OCTAVO_CPU_ISA=plain|avx2|avx512|avx512_bf16|amx lowers the instruction set that is
 used, none does without the library; CC chooses the compiler; XDG_CACHE_HOME moves the cache.
@@ -29,7 +29,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import cast
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
 ISA_LEVELS = ("plain", "avx2", "avx512", "avx512_bf16", "amx")
@@ -41,10 +40,7 @@ _FLAGS = [
     *("-fno-math-errno", "-fno-trapping-math"),
     *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas"),
 ]
-_LINK_FLAGS = ["-shared", "-lm"]
-if sys.platform == "darwin":
-    _LINK_FLAGS += ["-undefined", "dynamic_lookup"]
-_OPENMP_FLAGS = ["-Xclang", "-fopenmp"] if sys.platform == "darwin" else ["-fopenmp"]
+_LINK_FLAGS = ["-shared", "-pthread", "-lm"]
 _COMPILE_TIMEOUT_S = 120
 
 _log = logging.getLogger(__name__)
@@ -85,8 +81,6 @@ def compile_library(
     output: Path,
     sources: Sequence[Path] | None = None,
     cc: str | None = None,
-    *,
-    openmp: bool = True,
 ) -> Path:
     """Compiles the kernels into the shared library `output`, replacing it atomically.
 
@@ -94,7 +88,6 @@ def compile_library(
         output: path of the library; its folder must exist.
         sources: C files; default `source_files()`.
         cc: compiler; default `find_compiler()`.
-        openmp: False builds a library that runs on the calling thread only.
 
     Returns: `output`.
     Raises: CompileError.
@@ -106,7 +99,6 @@ def compile_library(
     if not sources:
         raise CompileError(f"no C sources in {SOURCE_DIR}")
     flags = [*_FLAGS, f'-DOCTAVO_SOURCE_HASH="{source_hash(sources)}"']
-    flags += _OPENMP_FLAGS if openmp else []
     with tempfile.TemporaryDirectory(prefix=".octavo-build-", dir=output.parent) as tmp:
         pairs = [(source, Path(tmp) / f"{source.stem}.o") for source in sources]
         _run_all([[cc, *flags, "-c", str(s), "-o", str(o)] for s, o in pairs])
@@ -143,40 +135,19 @@ def cache_dir() -> Path:
     return Path(root) / "octavo"
 
 
-def _compiled(openmp: bool) -> Path:
+def _compiled() -> Path:
     """Path of the cached library for the present sources, flags and compiler."""
     cc = find_compiler()
     if cc is None:
         raise CompileError("no C compiler: none of $CC, gcc, cc, clang is on the path")
     version = subprocess.run([cc, "--version"], capture_output=True, timeout=20, check=False)
     key = hashlib.sha256(
-        "\0".join([source_hash(), cc, *_FLAGS, *_LINK_FLAGS, str(openmp)]).encode() + version.stdout
+        "\0".join([source_hash(), cc, *_FLAGS, *_LINK_FLAGS]).encode() + version.stdout
     ).hexdigest()[:16]
     folder = cache_dir()
     folder.mkdir(parents=True, exist_ok=True)
     output = folder / f"octavo_cpu-{key}{_SUFFIX}"
-    return output if output.exists() else compile_library(output, cc=cc, openmp=openmp)
-
-
-def _torch_openmp() -> Path | None:
-    """The OpenMP runtime that torch uses: what is mapped into this process, else its files."""
-    import torch
-
-    names = ("libgomp", "libomp", "libiomp5")
-    package = Path(torch.__file__).parent
-    candidates: list[Path] = []
-    try:
-        maps = Path("/proc/self/maps").read_text()
-        candidates += {Path(line.split()[-1]) for line in maps.splitlines() if "omp" in line}
-    except OSError:
-        pass
-    for folder in (package / "lib", package.parent / "torch.libs"):
-        candidates += sorted(folder.glob("lib*omp*"))
-    for name in names:
-        for path in candidates:
-            if path.name.startswith(name) and path.is_file():
-                return path
-    return None
+    return output if output.exists() else compile_library(output, cc=cc)
 
 
 def _open(path: Path) -> ctypes.CDLL | None:
@@ -196,25 +167,14 @@ def _open(path: Path) -> ctypes.CDLL | None:
 
 def _find() -> ctypes.CDLL:
     """Steps 1 and 2 of the module's docstring. Raises CompileError."""
-    openmp = _torch_openmp()
-    if openmp is not None:
-        # Global, so that the library's unresolved GOMP_* symbols bind to torch's runtime.
-        ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
     for path in sorted(Path(__file__).parent.glob(f"_octavo_cpu*{_SUFFIX}")):
         library = _open(path)
         if library is not None:
             return library
-    for threaded in (True, False) if openmp is not None else (False,):
-        try:
-            library = _open(_compiled(threaded))
-        except CompileError as error:
-            if not threaded:
-                raise
-            _log.info("no OpenMP build: %s", error)
-            continue
-        if library is not None:
-            return library
-    raise CompileError("the compiled library does not load")
+    library = _open(_compiled())
+    if library is None:
+        raise CompileError("the compiled library does not load")
+    return library
 
 
 class _Loader:
@@ -266,6 +226,34 @@ def load() -> ctypes.CDLL | None:
     return _loader.get()
 
 
+class _Recording(threading.local):
+    """The calls that `trace.record` collects in this thread; None while it does not."""
+
+    calls: list[tuple[int, bytes]] | None = None
+    replayable = True
+
+
+_recording = _Recording()
+
+
+def start_recording() -> list[tuple[int, bytes]]:
+    """From now on the calls of this thread are also put, as (address, arguments), into the list."""
+    assert _recording.calls is None, "kernel calls are being recorded already"
+    _recording.calls, _recording.replayable = [], True
+    return _recording.calls
+
+
+def stop_recording() -> bool:
+    """Ends it. Returns whether the calls may be made again."""
+    _recording.calls = None
+    return _recording.replayable
+
+
+def cannot_replay() -> None:
+    """A launcher says that its call uses memory which does not outlive it."""
+    _recording.replayable = False
+
+
 @functools.cache
 def function(name: str) -> Callable[[bytes], int] | None:
     """A C function that takes one packed argument struct and returns an int64 status, 0 for good.
@@ -279,7 +267,17 @@ def function(name: str) -> Callable[[bytes], int] | None:
     found = getattr(library, name)
     found.argtypes = [ctypes.c_char_p]
     found.restype = ctypes.c_int64
-    return cast("Callable[[bytes], int]", found)
+    address = ctypes.cast(found, ctypes.c_void_p).value
+    assert address is not None
+    recording = _recording
+
+    def call(args: bytes) -> int:
+        if recording.calls is not None:
+            recording.calls.append((address, args))
+        status: int = found(args)
+        return status
+
+    return call
 
 
 def isa() -> str:

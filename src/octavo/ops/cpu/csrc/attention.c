@@ -266,14 +266,16 @@ static void run_entries(void *argument) {
         return;
     }
     const struct attn_state run = state_at(job, states[0]), part = state_at(job, states[1]);
-    /* Always one unit ahead, so that a task can fetch the beginning of the next one. */
+    /* While much is left, take units one ahead, so that a task can fetch the next one's first
+     * tile; towards the end a unit taken early would wait while other threads are idle. */
+    const int64_t eager = job->num_entries * a->num_kv_heads - 2 * a->num_threads;
     int64_t unit, following;
     struct attn_task tasks[2];
     int side = 0;
     for (unit = take(job, &tasks[side]); unit >= 0; unit = following, side ^= 1) {
         const struct entry *e = &job->entries[unit / a->num_kv_heads];
         struct attn_task *task = &tasks[side];
-        following = take(job, &tasks[!side]);
+        following = unit < eager ? take(job, &tasks[!side]) : -1;
         task->next = following >= 0 ? &tasks[!side] : NULL;
         job->kernel->begin(task, &scratch);
         for (int c = e->first_chunk; c < e->end_chunk; c++) {
@@ -285,6 +287,7 @@ static void run_entries(void *argument) {
             if (c != e->first_chunk) job->kernel->merge(task, run, part);
         }
         if (!job->split) job->kernel->finish(task, run);
+        if (following < 0) following = take(job, &tasks[!side]);
     }
     if (job->kernel->leave) job->kernel->leave();
     free(memory);

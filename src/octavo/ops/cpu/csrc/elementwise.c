@@ -88,17 +88,13 @@ enum { ELEMENTS_PER_THREAD = 32768 };
 struct row_job {
     row_kernel kernel;
     const void *args;
-    int64_t num_rows, rows_per_unit, next;
+    int64_t num_rows, rows_per_unit;
 };
 
-static void run_rows(void *argument) {
-    struct row_job *job = argument;
-    for (;;) {
-        const int64_t n = job->rows_per_unit;
-        const int64_t from = __atomic_fetch_add(&job->next, n, __ATOMIC_RELAXED);
-        if (from >= job->num_rows) return;
-        job->kernel(job->args, from, from + n < job->num_rows ? from + n : job->num_rows);
-    }
+static void row_unit(void *argument, int64_t unit) {
+    const struct row_job *job = argument;
+    const int64_t from = unit * job->rows_per_unit, end = from + job->rows_per_unit;
+    job->kernel(job->args, from, end < job->num_rows ? end : job->num_rows);
 }
 
 static void for_rows(row_kernel kernel, const void *args, int64_t num_rows, int64_t row_elements,
@@ -109,8 +105,9 @@ static void for_rows(row_kernel kernel, const void *args, int64_t num_rows, int6
         kernel(args, 0, num_rows);
         return;
     }
-    struct row_job job = {kernel, args, num_rows, num_rows / (4 * num_threads) + 1, 0};
-    octavo_team(run_rows, &job, num_threads);
+    struct row_job job = {kernel, args, num_rows, num_rows / (4 * num_threads) + 1};
+    octavo_parallel(row_unit, &job, (num_rows + job.rows_per_unit - 1) / job.rows_per_unit,
+                    num_threads);
 }
 
 enum { OK = 0, BAD_POSITION = 1, BAD_SLOT = 2 };

@@ -1,15 +1,11 @@
 /* y = epilogue(x W^T): bf16 x [m, k] and packed bf16 W (gemm.h), float32 sums.
  *
- * Epilogues, each rounded once: + bias, + residual, or silu(gate) * up. Optionally the rows of x
- * are RMS-normalised first. The driver splits the work over OpenMP threads; the two kernels
- * (AVX512_BF16 here, AMX in gemm_amx.c) each sum a row in an order that does not depend on m. */
+ * Epilogues, each rounded once: + bias, + residual, or silu(gate) * up. The driver splits the work
+ * into units for the pool; the two kernels (AVX512_BF16 here, AMX in gemm_amx.c) each sum a row in
+ * an order that does not depend on m. */
 #include "gemm.h"
 
-#include <math.h>
 #include <string.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 #if OCTAVO_X86
 #include <immintrin.h>
@@ -99,7 +95,7 @@ void octavo_gemm_store(const gemm_call *call, const float *acc, int64_t g, int64
 /* ---- AVX512_BF16 kernel -------------------------------------------------------------------- */
 
 enum {
-    BLOCK_ROWS = 12, /* 12 x 2 sums and two columns of W fit the 32 registers */
+    BLOCK_ROWS = 12,   /* 12 x 2 sums and two columns of W fit the 32 registers */
     X_BYTES = 1 << 19, /* of the 1 MiB of L2 that these CPUs have at least */
 };
 
@@ -164,109 +160,80 @@ void octavo_gemm_avx512(const gemm_call *call, int64_t g0, int64_t g1, int64_t m
     }
 }
 
-/* ---- preparing x --------------------------------------------------------------------------- */
-
-/* One row to kp elements, zeros behind k; with norm_weight: bf16(bf16(x / rms(x)) norm_weight),
- * rms(x) = sqrt(mean(x^2) + eps), as in elementwise.c. */
-static void prepare_row(const uint16_t *x, uint16_t *out, int64_t k, int64_t kp,
-                        const uint16_t *norm_weight, float eps) {
-    if (!norm_weight) {
-        memcpy(out, x, (size_t)k * 2);
-        memset(out + k, 0, (size_t)(kp - k) * 2);
-        return;
-    }
-    __m512 sum0 = _mm512_setzero_ps(), sum1 = sum0;
-    for (int64_t i = 0; i < k; i += 32) {
-        const __m512 v0 = load_bf16(x + i, first_lanes(k - i));
-        const __m512 v1 = load_bf16(x + i + 16, first_lanes(k - i - 16));
-        sum0 = _mm512_fmadd_ps(v0, v0, sum0);
-        sum1 = _mm512_fmadd_ps(v1, v1, sum1);
-    }
-    const float mean = _mm512_reduce_add_ps(_mm512_add_ps(sum0, sum1)) / (float)k;
-    const __m512 inverse = _mm512_set1_ps(1.0f / sqrtf(mean + eps));
-    for (int64_t i = 0; i < kp; i += 16) {
-        const __mmask16 mask = first_lanes(k - i);
-        const __m512 v = _mm512_mul_ps(load_bf16(x + i, mask), inverse);
-        const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(v);
-        const __m512 back = _mm512_castsi512_ps(
-            _mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16));
-        store_bf16(out + i, 0xffff, _mm512_mul_ps(back, load_bf16(norm_weight + i, mask)));
-    }
-}
-
 OCTAVO_TARGET_END
 
 /* ---- driver -------------------------------------------------------------------------------- */
 
-/* Threads along m, so that the busiest thread has least to do; ties go to fewer, because every
- * part along m streams its groups of W again. Must divide `threads`. */
-static int64_t row_parts(int64_t m, int64_t num_groups, int64_t threads) {
-    int64_t best = 1, best_load = INT64_MAX;
-    for (int64_t parts = 1; parts <= threads && (parts - 1) * 32 < m; ++parts) {
-        if (threads % parts) continue;
-        const int64_t columns = threads / parts;
-        const int64_t load =
-            (num_groups + columns - 1) / columns * ((m + parts - 1) / parts + 31) / 32;
-        if (load < best_load) best = parts, best_load = load;
-    }
-    return best;
-}
+/* A job of octavo_parallel: units are num_columns x num_rows pieces of y. */
+struct gemm_job {
+    const struct gemm_args *args;
+    gemm_call call;
+    int64_t num_columns; /* pieces along n, of whole groups */
+    int64_t num_rows;    /* pieces along m */
+};
 
-/* Thread t of `count` prepares its rows. */
-static void prepare_share(const struct gemm_args *a, int64_t t, int64_t count) {
+enum {
+    UNITS_PER_THREAD = 4,   /* enough for a fast thread to take over from a slow one */
+    PAD_ROWS = 64,          /* rows in a unit of padding x */
+    MIN_ROWS = 2 * 32,      /* rows under which a piece along m streams W again for too little */
+};
+
+/* Rows of x to kp elements, zeros behind k. */
+static void pad_unit(void *arg, int64_t unit) {
+    const struct gemm_args *a = arg;
     const gemm_weight *w = &a->w;
-    for (int64_t i = a->m * t / count; i < a->m * (t + 1) / count; ++i)
-        prepare_row(a->x + i * a->x_stride, a->scratch + i * w->kp, w->k, w->kp, a->norm_weight,
-                    a->eps);
-}
-
-/* Thread t of `count` multiplies its rows by its groups: always the same groups, so that what
- * fits a core's cache stays there from one step to the next. */
-static void multiply_share(const struct gemm_args *a, int64_t t, int64_t count) {
-    const gemm_call call = {
-        &a->w, a->scratch ? a->scratch : a->x, a->scratch ? a->w.kp : a->x_stride,
-        a->y, a->y_stride, a->residual, a->residual_stride, a->flags,
-    };
-    const int64_t groups = a->w.num_groups, m = a->m;
-    const int64_t parts = row_parts(m, groups, count), columns = count / parts;
-    const int64_t row = t / columns, column = t % columns;
-    const int64_t m0 = m * row / parts, m1 = m * (row + 1) / parts;
-    const int64_t g0 = groups * column / columns, g1 = groups * (column + 1) / columns;
-    if (m0 >= m1 || g0 >= g1) return;
-    if (octavo_isa() >= OCTAVO_ISA_AMX)
-        octavo_gemm_amx(&call, g0, g1, m0, m1);
-    else
-        octavo_gemm_avx512(&call, g0, g1, m0, m1);
-}
-
-/* y [m, n] = epilogue(prepare(x) W^T); shapes and formulas in gemm.py, which checks them.
- * Returns 0, or 1 if this CPU cannot run it. */
-OCTAVO_EXPORT int octavo_gemm(const struct gemm_args *a) {
-    if (octavo_isa() < OCTAVO_ISA_AVX512_BF16) return 1;
-#ifdef _OPENMP
-    const int64_t shares = a->w.num_groups * ((a->m + 31) / 32);
-    const int threads = shares < a->num_threads ? (int)shares : a->num_threads;
-    if (threads > 1) {
-#pragma omp parallel num_threads(threads)
-        {
-            const int t = omp_get_thread_num(), count = omp_get_num_threads();
-            if (a->scratch) {
-                prepare_share(a, t, count);
-#pragma omp barrier
-            }
-            multiply_share(a, t, count);
-        }
-        return 0;
+    const int64_t first = unit * PAD_ROWS;
+    const int64_t end = first + PAD_ROWS < a->m ? first + PAD_ROWS : a->m;
+    for (int64_t i = first; i < end; ++i) {
+        uint16_t *row = a->scratch + i * w->kp;
+        memcpy(row, a->x + i * a->x_stride, (size_t)w->k * 2);
+        memset(row + w->k, 0, (size_t)(w->kp - w->k) * 2);
     }
-#endif
-    if (a->scratch) prepare_share(a, 0, 1);
-    multiply_share(a, 0, 1);
+}
+
+static void multiply_unit(void *arg, int64_t unit) {
+    const struct gemm_job *job = arg;
+    const int64_t column = unit % job->num_columns, row = unit / job->num_columns;
+    const int64_t groups = job->args->w.num_groups, m = job->args->m;
+    const int64_t g0 = groups * column / job->num_columns;
+    const int64_t g1 = groups * (column + 1) / job->num_columns;
+    const int64_t m0 = m * row / job->num_rows, m1 = m * (row + 1) / job->num_rows;
+    if (octavo_isa() >= OCTAVO_ISA_AMX)
+        octavo_gemm_amx(&job->call, g0, g1, m0, m1);
+    else
+        octavo_gemm_avx512(&job->call, g0, g1, m0, m1);
+}
+
+/* y [m, n] = epilogue(x W^T); shapes and formulas in gemm.py, which checks them.
+ * Returns 0, or 1 if this CPU cannot run it. */
+OCTAVO_EXPORT int64_t octavo_gemm(const struct gemm_args *a) {
+    if (octavo_isa() < OCTAVO_ISA_AVX512_BF16) return 1;
+    const int64_t threads = a->num_threads, groups = a->w.num_groups;
+    if (a->scratch)
+        octavo_parallel(pad_unit, (void *)a, (a->m + PAD_ROWS - 1) / PAD_ROWS, a->num_threads);
+    struct gemm_job job = {
+        .args = a,
+        .call = {&a->w, a->scratch ? a->scratch : a->x, a->scratch ? a->w.kp : a->x_stride, a->y,
+                 a->y_stride, a->residual, a->residual_stride, a->flags},
+        .num_columns = 1,
+        .num_rows = 1,
+    };
+    if (threads > 1) {
+        const int64_t wanted = threads * UNITS_PER_THREAD;
+        job.num_columns = groups < wanted ? groups : wanted;
+        if (job.num_columns < threads) { /* few groups: cut along m too */
+            const int64_t most = (a->m + MIN_ROWS - 1) / MIN_ROWS;
+            const int64_t rows = (wanted + groups - 1) / groups;
+            job.num_rows = rows < most ? rows : most;
+        }
+    }
+    octavo_parallel(multiply_unit, &job, job.num_columns * job.num_rows, a->num_threads);
     return 0;
 }
 
 #else
 
-OCTAVO_EXPORT int octavo_gemm(const struct gemm_args *a) {
+OCTAVO_EXPORT int64_t octavo_gemm(const struct gemm_args *a) {
     (void)a;
     return 1;
 }
@@ -275,16 +242,9 @@ OCTAVO_EXPORT int octavo_gemm(const struct gemm_args *a) {
 
 /* ---- rows of W ----------------------------------------------------------------------------- */
 
-/* out[i, :] = row ids[i] of a plain packed weight, i < count. Returns -1, or the first i whose id
- * is out of range; out is untouched then. */
-OCTAVO_EXPORT int64_t octavo_gemm_embedding(const struct embedding_args *a) {
+static void embedding_rows(const struct embedding_args *a, int64_t first, int64_t end) {
     const gemm_weight *w = &a->w;
-    for (int64_t i = 0; i < a->count; ++i)
-        if (a->ids[i] < 0 || a->ids[i] >= w->n) return i;
-#ifdef _OPENMP
-#pragma omp parallel for num_threads(a->num_threads) schedule(static) if (a->count > 8)
-#endif
-    for (int64_t i = 0; i < a->count; ++i) {
+    for (int64_t i = first; i < end; ++i) {
         const int64_t group = a->ids[i] / GEMM_GROUP, channel = a->ids[i] % GEMM_GROUP;
         const char *pairs = (const char *)w->data + group * w->kp * 64 +
                             channel / 16 * GEMM_TILE_BYTES + channel % 16 * 4;
@@ -292,5 +252,22 @@ OCTAVO_EXPORT int64_t octavo_gemm_embedding(const struct embedding_args *a) {
         for (int64_t p = 0; p < w->k / 2; ++p)
             memcpy(row + p * 4, pairs + p / 16 * GEMM_STEP_BYTES + p % 16 * 64, 4);
     }
-    return -1;
+}
+
+enum { EMBEDDING_ROWS = 16 };
+
+static void embedding_unit(void *arg, int64_t unit) {
+    const struct embedding_args *a = arg;
+    const int64_t end = (unit + 1) * EMBEDDING_ROWS;
+    embedding_rows(a, unit * EMBEDDING_ROWS, end < a->count ? end : a->count);
+}
+
+/* out[i, :] = row ids[i] of a plain packed weight, i < count. Returns 0, or 1 + the first i whose
+ * id is out of range; out is untouched then. */
+OCTAVO_EXPORT int64_t octavo_gemm_embedding(const struct embedding_args *a) {
+    for (int64_t i = 0; i < a->count; ++i)
+        if (a->ids[i] < 0 || a->ids[i] >= a->w.n) return 1 + i;
+    octavo_parallel(embedding_unit, (void *)a, (a->count + EMBEDDING_ROWS - 1) / EMBEDDING_ROWS,
+                    a->num_threads);
+    return 0;
 }

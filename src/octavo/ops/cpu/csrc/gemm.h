@@ -36,11 +36,9 @@ struct gemm_args {
     const uint16_t *x;    /* [m, k] */
     void *y;              /* [m, n], bf16 or float32 */
     const void *residual; /* [m, n], bf16 or float32, or NULL; may be y */
-    const uint16_t *norm_weight; /* [k], or NULL */
-    uint16_t *scratch; /* [m, kp]; with norm_weight, or where k < kp, else NULL */
+    uint16_t *scratch;    /* [m, kp] where k < kp, else NULL */
     int64_t x_stride, m, y_stride, residual_stride;
     int32_t flags, num_threads;
-    float eps;
 };
 
 struct embedding_args {

@@ -12,9 +12,9 @@ OCTAVO_TARGET_BEGIN(OCTAVO_FEATURES_AMX)
 /* Tiles: 0-3 sums (row half * 2 + column half), 4-5 rows of x, 6-7 columns of W. */
 enum {
     BLOCK_ROWS = 32,
-    X_BYTES = 3 << 19, /* CPUs with AMX have 2 MiB of L2 */
-    PITCH_W = 64,   /* bytes from row to row of a tile of W */
-    PITCH_SUM = 128, /* and of a block of sums */
+    X_BYTES = 1 << 20, /* of the 2 MiB of L2 that CPUs with AMX have */
+    PITCH_W = 64,      /* bytes from row to row of a tile of W */
+    PITCH_SUM = 128,   /* and of a block of sums */
 };
 
 typedef struct {

@@ -75,11 +75,3 @@ OCTAVO_EXPORT int octavo_set_isa(int level) {
 }
 
 OCTAVO_EXPORT const char *octavo_source_hash(void) { return OCTAVO_SOURCE_HASH; }
-
-OCTAVO_EXPORT int octavo_has_threads(void) {
-#ifdef _OPENMP
-    return 1;
-#else
-    return 0;
-#endif
-}

@@ -64,19 +64,17 @@ int octavo_isa(void);
 /* Element types as the launchers pass them. */
 enum octavo_dtype { OCTAVO_F32 = 0, OCTAVO_BF16 = 1, OCTAVO_F16 = 2 };
 
-/* Calls body(arg) on num_threads threads at once (the caller is one of them) and waits. A body
- * takes its work from an atomic counter in arg, so that fewer threads than asked still finish. */
-OCTAVO_INLINE void octavo_team(void (*body)(void *), void *arg, int num_threads) {
-#ifdef _OPENMP
-    if (num_threads > 1) {
-#pragma omp parallel num_threads(num_threads)
-        body(arg);
-        return;
-    }
-#else
-    (void)num_threads;
-#endif
-    body(arg);
-}
+/* One unit of a job; see octavo_parallel. */
+typedef void (*octavo_body)(void *arg, int64_t unit);
+
+/* Calls body(arg, unit) for every unit in [0, num_units), on at most num_threads threads of which
+ * the caller is one, and returns when all are done. Units are handed out in order, one at a time:
+ * several for each thread let a fast one take over from a slow one. May be called from any thread;
+ * a second job at the same time runs on its caller alone. */
+void octavo_parallel(octavo_body body, void *arg, int64_t num_units, int num_threads);
+
+/* Calls body(arg) up to num_threads times, on as many threads as are free. A body takes its work
+ * from an atomic counter in arg, so that one call alone finishes it. */
+void octavo_team(void (*body)(void *), void *arg, int num_threads);
 
 #endif
