@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -84,4 +85,32 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": TINY_TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     (folder / "config.json").write_text(json.dumps(TINY_CONFIG))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_weights_path(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model's folder with a model.safetensors (random, always the same) beside it."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder = tmp_path_factory.mktemp("tiny-weights") / "model"
+    shutil.copytree(tiny_model_path, folder)
+    generator = torch.Generator().manual_seed(0)
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (320, 64), "norm": (64,)}
+    for i in range(2):
+        layer = {
+            "input_layernorm": (64,), "post_attention_layernorm": (64,),
+            "self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64),
+            "self_attn.v_proj": (32, 64), "self_attn.o_proj": (64, 64),
+            "mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96),
+        }  # fmt: skip
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    tensors = {
+        f"model.{name}.weight": torch.ones(shape)
+        if len(shape) == 1
+        else torch.empty(shape).normal_(0.0, 0.05, generator=generator)
+        for name, shape in shapes.items()
+    }
+    save_file(tensors, folder / "model.safetensors")
     return folder

@@ -5,6 +5,7 @@ Names are resolved on first use, so that `import octavo` stays quick.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from octavo.request import SamplingParams
 
 __version__ = "0.1.0"
+
+# torch's OpenMP threads spin after each parallel region, on the cores where octavo's own kernels
+# want to run next. They read this once, when torch is imported; a user's own setting stands.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __all__ = [
     "LLM",

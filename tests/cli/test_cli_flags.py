@@ -60,6 +60,42 @@ def test_values_arrive() -> None:
     assert args.prompts == ("-x",)
 
 
+ARRIVING: dict[str, tuple[list[str], object]] = {
+    "model": (["m"], "m"), "tokenizer": (["t"], "t"), "revision": (["r"], "r"),
+    "dtype": (["bfloat16"], "bfloat16"), "max_model_len": (["99"], 99), "block_size": (["8"], 8),
+    "max_num_seqs": (["3"], 3), "max_num_batched_tokens": (["1024"], 1024),
+    "kv_cache_memory_bytes": (["1MB"], 10**6), "num_gpu_blocks_override": (["7"], 7),
+    "scheduling_policy": (["priority"], "priority"), "seed": (["5"], 5),
+    "load_format": (["gguf"], "gguf"), "skip_tokenizer_init": ([], True), "num_threads": (["2"], 2),
+    "n": (["2"], 2), "presence_penalty": (["0.5"], 0.5), "frequency_penalty": (["-0.5"], -0.5),
+    "repetition_penalty": (["1.5"], 1.5), "temperature": (["0.7"], 0.7), "top_p": (["0.9"], 0.9),
+    "top_k": (["4"], 4), "min_p": (["0.1"], 0.1), "stop": (["a", "b"], ["a", "b"]),
+    "stop_token_ids": (["1", "2"], [1, 2]), "ignore_eos": ([], True), "max_tokens": (["9"], 9),
+    "min_tokens": (["1"], 1), "logprobs": (["1"], 1), "prompt_logprobs": (["0"], 0),
+    "include_stop_str_in_output": ([], True), "logit_bias": (["1", "2.5"], {1: 2.5}),
+    "allowed_token_ids": (["3"], [3]), "bad_words": (["x"], ["x"]),
+}  # fmt: skip
+"""Field -> the words behind its flag, and what becomes of them."""
+SWITCHED_OFF = ("detokenize", "skip_special_tokens", "spaces_between_special_tokens")
+
+
+@pytest.mark.parametrize("name", [*ARRIVING, *SWITCHED_OFF])
+def test_every_flag_arrives(name: str) -> None:
+    flag = name.replace("_", "-")
+    words, expected = ARRIVING.get(name, ([], False))
+    args = parsed(f"--no-{flag}" if name in SWITCHED_OFF else f"--{flag}", *words, "--", "hi")
+    is_engines = name in {field.name for field in dataclasses.fields(EngineConfig)}
+    values = args.engine.config() if is_engines else args.sampling.params()
+    assert getattr(values, name) == expected
+    default = EngineConfig() if is_engines else SamplingParams(temperature=0, max_tokens=512)
+    assert getattr(default, name) != expected
+
+
+def test_no_flag_is_forgotten_here() -> None:
+    names = {f.name for kind in (EngineConfig, SamplingParams) for f in dataclasses.fields(kind)}
+    assert names == {*ARRIVING, *SWITCHED_OFF, "kv_policy"}, "kv_policy has one choice only"
+
+
 def test_underscores_are_understood_too() -> None:
     assert parsed("--max_tokens", "3", "x").sampling.max_tokens == 3
 

@@ -112,6 +112,8 @@ def test_a_refused_request_is_answered_and_the_others_run(
     ("text", "says"),
     [
         ("{", "line 1: not JSON"),
+        ("[" * 100_000, "line 1: not JSON"),
+        ("9" * 5000, "line 1: not JSON"),
         ('{"prompt": "a"}\n[1]', "line 2: must be an object"),
         ('{"text": "a"}', "exactly one of prompt, prompt_token_ids, messages"),
         ('{"prompt": "a", "messages": []}', "prompt and messages"),
@@ -139,6 +141,9 @@ def test_bad_lines_are_refused_by_number_before_anything_loads(
         (["x", "--block-size", "0"], "block_size"),
         (["x", "--logprobs", "3"], "--jsonl"),
         (["x", "--raw", "--system", "y"], "--raw"),
+        (["x", "--input-format", "lines"], "--input-format"),
+        (["x", "--tokenizer", "t", "--skip-tokenizer-init", "--jsonl"], "skip_tokenizer_init"),
+        (["x", ""], "a prompt is empty"),
         (["--file", "/nowhere/file.txt"], "--file"),
         (["x", "--model", "/nowhere/model"], "/nowhere/model"),
         (["x", "--max-num-seqs", "9", "--max-num-batched-tokens", "3"], "max_num_batched_tokens"),
@@ -171,16 +176,53 @@ def test_show_blocks_maps_logical_to_physical_as_they_are_taken(
 ) -> None:
     flags = ["--show-blocks", "--raw", "--max-tokens", "8", "--ignore-eos", "--block-size", "4"]
     assert main(["generate", "abcde", *flags, *tiny]) == 0
-    mapped = [line for line in capsys.readouterr().err.splitlines() if "logical block" in line]
-    # 5 prompt tokens and 6 computed output tokens in blocks of 4, before the step that ends it
+    shown = capsys.readouterr().err.splitlines()
+    mapped = [line for line in shown if "physical block" in line]
     assert [line.split("logical block ")[1][0] for line in mapped] == ["0", "1", "2"]
     assert len({line.rsplit(" ", 1)[1] for line in mapped}) == 3
+    # the token sampled last is never computed: 5 + 7 of the 8 have KV
+    assert shown[-1] == "request 0: ended with 12 tokens in 3 blocks, all released"
+
+
+def test_show_blocks_tells_of_a_block_that_only_the_last_step_had(
+    tiny: list[str], capsys: Capture
+) -> None:
+    flags = ["--show-blocks", "--raw", "--max-tokens", "9", "--ignore-eos", "--block-size", "4"]
+    assert main(["generate", "abcde", *flags, *tiny]) == 0
+    *_, taken, ended = capsys.readouterr().err.splitlines()
+    assert taken == "request 0: logical block 3 -> taken and released in the last step"
+    assert ended == "request 0: ended with 13 tokens in 4 blocks, all released"
 
 
 def test_memory_report_comes_last_on_stderr(tiny: list[str], capsys: Capture) -> None:
     assert main(["generate", "x", "--memory", "--max-tokens", "2", *tiny]) == 0
     out, err = capsys.readouterr()
     assert "blocks" in err and "blocks" not in out
+
+
+def test_the_default_max_tokens_gives_way_to_the_context(
+    tiny: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    flags = ["--raw", "--ignore-eos", "--max-model-len", "40", "--jsonl", *tiny]
+    pipe(monkeypatch, '{"prompt": "abcd"}')
+    assert main(["generate", *flags]) == 0
+    assert len(lines(capsys)[0]["outputs"][0]["token_ids"]) == 36
+    pipe(monkeypatch, '{"prompt": "abcd"}')
+    assert main(["generate", "--max-tokens", "512", *flags]) == 2, "what was asked for is refused"
+    capsys.readouterr()
+    pipe(monkeypatch, '{"prompt": "abcd", "max_tokens": 512}')
+    assert main(["generate", *flags]) == 2
+
+
+def test_strings_in_jsonl_may_hold_odd_line_ends(
+    tiny: list[str], tmp_path: Path, capsys: Capture
+) -> None:
+    file = tmp_path / "requests.jsonl"
+    text = "\ufeff" + json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False) + "\r\n"
+    file.write_bytes(text.encode())
+    flags = ["--jsonl", "--max-tokens", "1", "--file", str(file)]
+    assert main(["generate", *flags, *tiny]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "a\u2028b\x85c"
 
 
 def test_token_ids_without_a_tokenizer(
@@ -216,6 +258,29 @@ def test_chat_keeps_history_and_knows_its_commands(
     assert seen[4] == second, "a refused message is taken back"
     assert "no command '/nope'" in out and "Ctrl-C" in out and "blocks" in out
     assert "256" in err and "/reset" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["throughput", "--num-prompts", "0"], "--num-prompts"),
+        (["throughput", "--dataset", "x.csv", "--input-len", "9"], "--input-len"),
+        (["latency", "--num-iters", "0"], "--num-iters"),
+    ],
+)
+def test_bench_refuses_what_it_cannot_measure(words: list[str], says: str, capsys: Capture) -> None:
+    assert main(["bench", *words, "--model", "/nowhere"]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_chat_needs_a_tokenizer_and_a_template(
+    tiny: list[str], tiny_model_path: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    assert main(["chat", "--skip-tokenizer-init", *tiny]) == 2
+    assert "--skip-tokenizer-init" in capsys.readouterr().err
+    (tmp_path / "tokenizer.json").write_bytes((tiny_model_path / "tokenizer.json").read_bytes())
+    assert main(["chat", "--tokenizer", str(tmp_path), *tiny]) == 2
+    assert "no chat template" in capsys.readouterr().err
 
 
 def test_bench_throughput_is_exact_and_ends_with_json(tiny: list[str], capsys: Capture) -> None:

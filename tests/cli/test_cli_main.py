@@ -51,6 +51,12 @@ def test_every_command_explains_itself(
     assert f"usage: octavo {command.name}" in capsys.readouterr().out
 
 
+def test_help_of_a_command_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["help", "models", "rm"])
+    assert end.value.code == 0 and "usage: octavo models rm" in capsys.readouterr().out
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"octavo {__version__}\n"

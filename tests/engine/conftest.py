@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 BOS, EOS, TOOL, SPACE_CAT = 256, 257, 258, 259
 
@@ -51,3 +56,12 @@ class ByteTokenizer:
 @pytest.fixture
 def byte_tokenizer() -> ByteTokenizer:
     return ByteTokenizer()
+
+
+@pytest.fixture(scope="session")
+def blank_path(tiny_weights_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose weights are zero: to it every token is equally likely, always."""
+    folder = Path(shutil.copytree(tiny_weights_path, tmp_path_factory.mktemp("blank") / "model"))
+    file = folder / "model.safetensors"
+    save_file({name: torch.zeros_like(t) for name, t in load_file(file).items()}, file)
+    return folder

@@ -79,10 +79,19 @@ def test_folders_that_hold_no_model(
         locate(str(touch(tmp_path / "m", *names)), load_format=load_format)
 
 
-@pytest.mark.parametrize("name", ["model.bin", "model.safetensors", "config.json", "x.pt"])
-def test_other_files_are_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("model.bin", "pickled.*never loads; convert"),
+        ("x.pt", "pickled.*never loads; convert"),
+        ("model.safetensors", r"not a \.gguf file; give one, or the model's folder /"),
+        ("config.json", r"not a \.gguf file; give one, or the model's folder /"),
+        ("notes.txt", r"not a \.gguf file; give one, or the model's folder$"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, name: str, says: str) -> None:
     touch(tmp_path, name)
-    with pytest.raises(UnsupportedModelError, match=r"not a \.gguf file; give its folder"):
+    with pytest.raises(UnsupportedModelError, match=says):
         locate(str(tmp_path / name))
 
 

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 Results = Iterator[tuple[Job, RequestOutput | OctavoError]]
 
 _MISSING_PROMPT = (
-    "no prompt: give one as an argument, with --file, or through a pipe; "
-    "'octavo chat' starts a conversation"
+    "no prompt: give one as an argument (in front of a flag that takes several values, or behind "
+    "--), with --file, or through a pipe; 'octavo chat' starts a conversation"
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.kv import KVCacheManager
+from octavo.kv.ledger import PoolLedger
 from octavo.plan import StepPlan
 
 
@@ -14,8 +15,8 @@ class PoolSummary:
 
     num_steps: int
     num_tokens_computed: int
-    peak_blocks: int
-    """Most blocks referenced at one time."""
+    peak: PoolLedger | None
+    """The pool when most blocks were referenced; None before the first step."""
     peak_seqs: int
     """Most sequences in one step."""
     mean_seqs: float
@@ -25,6 +26,11 @@ class PoolSummary:
     """Mean number of slots in referenced blocks."""
     mean_saved_slots: float
     """Mean number of slots that sharing saved: logical less physical."""
+
+    @property
+    def peak_blocks(self) -> int:
+        """Most blocks referenced at one time."""
+        return 0 if self.peak is None else self.peak.num_physical_blocks
 
     @property
     def used_ratio(self) -> float:
@@ -40,7 +46,8 @@ class PoolHistory:
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
         self._num_steps = self._num_tokens = self._num_seqs = 0
-        self._peak_blocks = self._peak_seqs = 0
+        self._peak_seqs = 0
+        self._peak: PoolLedger | None = None
         self._used = self._allocated = self._saved = 0
 
     def record(self, plan: StepPlan) -> None:
@@ -52,7 +59,8 @@ class PoolHistory:
         self._used += ledger.tokens
         self._allocated += ledger.num_allocated_slots
         self._saved += ledger.shared_saved
-        self._peak_blocks = max(self._peak_blocks, ledger.num_physical_blocks)
+        if self._peak is None or ledger.num_physical_blocks > self._peak.num_physical_blocks:
+            self._peak = ledger
         self._peak_seqs = max(self._peak_seqs, len(plan.seqs))
 
     def summary(self) -> PoolSummary:
@@ -61,7 +69,7 @@ class PoolHistory:
         return PoolSummary(
             num_steps=self._num_steps,
             num_tokens_computed=self._num_tokens,
-            peak_blocks=self._peak_blocks,
+            peak=self._peak,
             peak_seqs=self._peak_seqs,
             mean_seqs=self._num_seqs / steps,
             mean_used_slots=self._used / steps,

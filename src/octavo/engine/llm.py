@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from octavo.engine.build import BuiltEngine
     from octavo.engine.report import MemoryReport
     from octavo.text.tokenizer import Tokenizer
+    from octavo.weights.progress import Progress
 
 Message = dict[str, Any]
 """`{"role": ..., "content": ...}`, as OpenAI's chat API has it."""
@@ -29,14 +30,20 @@ Message = dict[str, Any]
 class LLM:
     """A model served from paged memory in this process.
 
-    Args: `model`, and any field of `EngineConfig` as keyword; or one `config`.
+    Args: `model`, and any field of `EngineConfig` as keyword; or one `config`. `progress` is told of
+    downloading and loading (`weights.progress`); by default nobody is.
     Use it as a context manager, or call `close()`: both free weights and KV pool.
 
     Raises `ConfigError`, `ModelError` or `CapacityError` when the engine cannot be built.
     """
 
     def __init__(
-        self, model: str | None = None, *, config: EngineConfig | None = None, **options: Any
+        self,
+        model: str | None = None,
+        *,
+        config: EngineConfig | None = None,
+        progress: Progress | None = None,
+        **options: Any,
     ) -> None:
         from octavo.engine.build import build_engine
 
@@ -48,7 +55,7 @@ class LLM:
             config = config.replace(**options)
         self._ids = itertools.count()
         self._mail: dict[str, deque[RequestOutput]] = {}
-        self._built: BuiltEngine | None = build_engine(config)
+        self._built: BuiltEngine | None = build_engine(config, progress)
 
     def __enter__(self) -> LLM:
         return self

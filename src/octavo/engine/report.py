@@ -36,24 +36,29 @@ class MemoryReport:
         values["plan"]["budget_bytes"] = self.plan.budget_bytes
         values["plan"]["kv_bytes"] = self.plan.kv_bytes
         values["history"]["used_ratio"] = self.history.used_ratio
+        values["history"]["peak_blocks"] = self.history.peak_blocks
         return values
 
     def __str__(self) -> str:
         past, pool = self.history, self.ledger
-        peak = past.peak_blocks * pool.bytes_per_block
+        # Between requests the pool is empty; then its fullest moment tells more.
+        shown = pool if self.num_running or past.peak is None else past.peak
+        when = "now" if shown is pool else "at its fullest; now all of it is free"
+        title, *table = str(shown).splitlines()
         lines = [
             f"Memory of {self.model} ({self.dtype}, {self.kv_policy} KV)",
             str(self.plan),
             "",
-            str(pool),
-            f"  running {self.num_running}, waiting {self.num_waiting}",
+            f"{title}, {when}",
+            *table,
             "",
-            f"Over {past.num_steps:,} steps ({past.num_tokens_computed:,} tokens computed, "
-            f"{past.mean_seqs:.1f} sequences a step, at most {past.peak_seqs})",
-            f"  peak             {past.peak_blocks:>12,} blocks = {human_bytes(peak)} "
-            f"({past.peak_blocks / pool.num_blocks:.1%} of the pool)",
-            f"  tokens held {past.used_ratio:>17.1%} of the slots in allocated blocks",
-            f"  preemptions      {self.num_preemptions:>12,}",
-            f"Process: {human_bytes(self.process_bytes)} resident",
+            f"Over {past.num_steps:,} steps: {past.num_tokens_computed:,} tokens computed, "
+            f"{past.mean_seqs:.1f} sequences a step (at most {past.peak_seqs})",
+            f"  slots of allocated blocks that held a token {past.used_ratio:>8.1%}",
+            f"  most blocks at one time                     {past.peak_blocks:>8,} "
+            f"= {human_bytes(past.peak_blocks * pool.bytes_per_block)}",
+            f"  preemptions                                 {self.num_preemptions:>8,}",
+            f"Running {self.num_running}, waiting {self.num_waiting}; "
+            f"the process has {human_bytes(self.process_bytes)} resident",
         ]
         return "\n".join(lines)

@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from octavo.errors import TokenizerError
+from octavo.errors import OctavoError, TokenizerError
 from octavo.text.tokenizer import DEFAULT_TEMPLATE, FastTokenizer
 from octavo.weights.gguf_file import GGUFFile
 
@@ -80,6 +80,18 @@ def load_gguf_tokenizer(source: str | Path | GGUFFile) -> FastTokenizer:
     Raises `TokenizerError` when the file has none or one of a kind octavo does not know.
     """
     file = source if isinstance(source, GGUFFile) else GGUFFile(source)
+    try:
+        return _build(file)
+    except OctavoError:
+        raise
+    except Exception as error:  # tokenizers raises bare Exception
+        raise TokenizerError(
+            f"{file.path} is damaged: its tokenizer cannot be built ({error}); download it again, "
+            "or name another tokenizer with --tokenizer"
+        ) from error
+
+
+def _build(file: GGUFFile) -> FastTokenizer:
     vocab = _Vocabulary(file)
     if vocab.kind == "gpt2":
         pre = _pre_tokenizer(vocab)

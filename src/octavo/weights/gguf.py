@@ -71,8 +71,17 @@ def read_gguf_arch(file: GGUFFile) -> ModelArch:
     """The shape of the model in `file`.
 
     Raises `UnsupportedModelError` for an architecture or option octavo does not run, `WeightsError`
-    when the metadata lacks what every model has.
+    when the metadata lacks what every model has or holds it in another type.
     """
+    try:
+        return _arch(file)
+    except (TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError) as error:
+        raise WeightsError(
+            f"{file.path} is damaged: its metadata cannot be read ({error}); download it again"
+        ) from error
+
+
+def _arch(file: GGUFFile) -> ModelArch:
     name = ARCHITECTURES.get(file.architecture)
     if name is None:
         raise unknown_architecture(file.architecture, ARCHITECTURES, str(file.path))

@@ -1,0 +1,135 @@
+"""Every field of `EngineConfig` takes effect through the whole engine (I6)."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import LLM, EngineConfig, SamplingParams
+from octavo.errors import RequestCapacityError
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "num_gpu_blocks_override": 64, "max_num_seqs": 8, "num_threads": 1,
+}  # fmt: skip
+BLOCK_BYTES = 16 * 2 * 2 * 16 * 2 * 4
+"""Tokens x layers x KV heads x head_dim x 2 x float32."""
+
+
+def tokens_of(llm: LLM, prompt: Any = "A", **params: Any) -> list[int]:
+    sampling = SamplingParams(**{"temperature": 0, "max_tokens": 4, "ignore_eos": True, **params})
+    return llm.generate([prompt], sampling, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def sizes(llm: LLM) -> tuple[int, int]:
+    plan = llm.memory_report().plan
+    return plan.num_blocks, plan.block_size
+
+
+def num_steps_of_a_prompt(llm: LLM) -> int:
+    tokens_of(llm, "x" * 40, max_tokens=1)
+    return llm.memory_report().history.num_steps
+
+
+def peak_seqs(llm: LLM) -> int:
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    llm.generate(["a"] * 4, params, use_tqdm=False)
+    return llm.memory_report().history.peak_seqs
+
+
+def longest(llm: LLM) -> int:
+    """Prompt and output that are taken; one more is refused."""
+    assert llm.config.max_model_len is not None
+    room = llm.config.max_model_len - 1
+    with pytest.raises(RequestCapacityError):
+        tokens_of(llm, max_tokens=room + 1)
+    return 1 + len(tokens_of(llm, max_tokens=room))
+
+
+def order_of_ends(llm: LLM) -> list[int]:
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    prompts = ["a", "b", "c"]
+    outputs = llm.generate(prompts, params, use_tqdm=False, priority=[3, 2, 1])
+    times = [output.metrics.finished_s or 0.0 for output in outputs]
+    return sorted(range(3), key=times.__getitem__)
+
+
+def kv_bytes_per_number(llm: LLM) -> int:
+    return llm.memory_report().plan.shape.element_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What a field changes."""
+
+    value: Any
+    look: Callable[[LLM], Any]
+    without: Any
+    """With the field as `OPTIONS` has it, or at its default."""
+    with_it: Any
+    beside: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Further options, in both."""
+
+
+CASES: dict[str, Case] = {
+    "dtype": Case("bfloat16", kv_bytes_per_number, 4, 2),
+    "max_model_len": Case(100, longest, 256, 100),
+    "block_size": Case(4, sizes, (64, 16), (64, 4)),
+    "max_num_seqs": Case(2, peak_seqs, 4, 2),
+    "max_num_batched_tokens": Case(16, num_steps_of_a_prompt, 1, 3),
+    "kv_cache_memory_bytes": Case(
+        20 * BLOCK_BYTES + 1, sizes, (8 * 16, 16), (20, 16), {"num_gpu_blocks_override": None}
+    ),
+    "num_gpu_blocks_override": Case(30, sizes, (64, 16), (30, 16)),
+    "load_format": Case("dummy", lambda llm: tokens_of(llm) == [0] * 4, True, False),
+    "skip_tokenizer_init": Case(True, lambda llm: llm.get_tokenizer() is None, False, True),
+    "num_threads": Case(2, lambda llm: llm.config.num_threads, 1, 2),
+    "scheduling_policy": Case("priority", order_of_ends, [0, 1, 2], [2, 1, 0], {"max_num_seqs": 1}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_option(name: str, blank_path: Path) -> None:
+    case = CASES[name]
+    options = OPTIONS | case.beside
+    with LLM(str(blank_path), **options) as llm:
+        assert case.look(llm) == case.without
+    with LLM(str(blank_path), **options | {name: case.value}) as llm:
+        assert case.look(llm) == case.with_it
+
+
+def test_seed(blank_path: Path) -> None:
+    def drawn(seed: int) -> list[int]:
+        with LLM(str(blank_path), **OPTIONS, seed=seed) as llm:
+            return tokens_of(llm, temperature=1.0, max_tokens=8)
+
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+def test_seed_of_dummy_weights(tiny_model_path: Path) -> None:
+    def answer(seed: int) -> list[int]:
+        with LLM(str(tiny_model_path), **OPTIONS, load_format="dummy", seed=seed) as llm:
+            return tokens_of(llm, temperature=1.0, seed=0, max_tokens=16)
+
+    assert answer(1) == answer(1) != answer(2)
+
+
+def test_model_and_tokenizer(blank_path: Path, tiny_weights_path: Path, tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    shutil.copy(blank_path / "tokenizer.json", tokenizer)
+    with LLM(str(blank_path), **OPTIONS) as llm:
+        assert tokens_of(llm) == [0] * 4 and llm.get_tokenizer().chat_template  # type: ignore[union-attr]
+    with LLM(tiny_weights_path, tokenizer=tokenizer, **OPTIONS) as llm:  # type: ignore[arg-type]
+        assert tokens_of(llm) != [0] * 4
+        assert llm.get_tokenizer().chat_template is None  # type: ignore[union-attr]
+
+
+def test_every_option_has_its_case() -> None:
+    """One choice is no choice (`kv_policy`); a `revision` is the hub's, and refused elsewhere."""
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert names == CASES.keys() | {"model", "tokenizer", "seed", "kv_policy", "revision"}
