@@ -138,6 +138,15 @@ def test_a_closed_pipe_is_quiet() -> None:
         assert process.stderr.read() == "status 141\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_no_bug_of_octavo() -> None:
+    command = [sys.executable, "-m", "octavo", "--help"]
+    with open("/dev/full", "w") as full:
+        end = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert end.returncode == 1
+    assert end.stderr == "octavo: cannot write: No space left on device\n"
+
+
 def test_help_is_quick() -> None:
     """Well under the second that importing torch takes; the best of three on a busy machine."""
     times = []

@@ -10,6 +10,7 @@ runs: `octavo --help` imports none of them.
 from __future__ import annotations
 
 import difflib
+import errno
 import io
 import logging
 import os
@@ -52,6 +53,9 @@ _EXAMPLES = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status. `argv` defaults to the process's own."""
     words = list(sys.argv[1:] if argv is None else argv)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # started with it closed
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     debug = os.environ.get("OCTAVO_DEBUG", "") not in ("", "0")
     try:
         status = _run(words)
@@ -61,8 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # What is left in the buffer must not fail once more when Python closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()
         return 141
     except Exception as error:
         if debug:
@@ -128,11 +131,20 @@ def _report(error: Exception) -> int:
     if isinstance(error, OctavoError):
         _complain(str(error))
         return 2
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        _complain(f"cannot write: {error.strerror}")
+        _discard_stdout()
+        return 1
     _complain(
         f"{type(error).__name__}: {error}; this is a bug of octavo: OCTAVO_DEBUG=1 shows where, "
         "please report it with the output of 'octavo env'"
     )
     return 1
+
+
+def _discard_stdout() -> None:
+    """What is left in the buffer must not fail once more when Python closes stdout."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(message: str) -> None:

@@ -130,7 +130,9 @@ class FastTokenizer:
             ids = self._backend.encode(text, add_special_tokens=by_backend).ids
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidRequestError(
-                f"the prompt is not valid Unicode text: {error}", parameter="prompt"
+                "the prompt is not valid Unicode text (half of a surrogate pair, or bytes that are "
+                "not UTF-8)",
+                parameter="prompt",
             ) from error
         if add_special_tokens and self._own_ends:
             return self._prefix + ids + self._suffix
