@@ -1,55 +1,140 @@
-import torch, triton, triton.language as tl, json, os
+"""What the layout of the KV tensor costs a GPU: blocks over all layers in one piece, or by layer.
+
+    python benchmarks/kernels/gpu_kv_layout.py
+
+A plain Triton paged decode kernel (one program a sequence, KV head and KV split) reads random block
+tables through strides, so that both layouts run the very same code. All layers are called in one
+CUDA graph: together they are far larger than the L2 cache. Prints microseconds a layer and TB/s.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS = 16  # query heads of a group, padded to what tl.dot takes
+
+
 @triton.jit
-def dec(q, kv, bt, sl, out, mid, lse, scale, s_blk: tl.int64, s_kv: tl.int64, s_h: tl.int64, bt_stride, 
-        H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, G: tl.constexpr):
-    b = tl.program_id(0); h = tl.program_id(1); s = tl.program_id(2)
-    L = tl.load(sl + b)
-    per = tl.cdiv(tl.cdiv(L, SPLITS), TILE) * TILE
-    lo = s * per; hi = tl.minimum(lo + per, L)
-    r = tl.arange(0, 16); d = tl.arange(0, D); t = tl.arange(0, TILE)
-    qv = tl.load(q + (b * H + h * G + r)[:, None] * D + d[None, :], mask=(r < G)[:, None], other=0.0)
-    m = tl.full([16], -float('inf'), tl.float32); l = tl.zeros([16], tl.float32); acc = tl.zeros([16, D], tl.float32)
-    for i in range(lo, hi, TILE):
-        p = i + t; ok = p < hi
-        blk = tl.load(bt + b * bt_stride + p // BS, mask=ok, other=0).to(tl.int64)
-        off = blk * s_blk + h * s_h + (p % BS) * D
-        k = tl.load(kv + off[None, :] + d[:, None], mask=ok[None, :], other=0.0)
-        v = tl.load(kv + s_kv + off[:, None] + d[None, :], mask=ok[:, None], other=0.0)
-        x = tl.dot(qv, k) * scale
-        x = tl.where(ok[None, :], x, -float('inf'))
-        mn = tl.maximum(m, tl.max(x, 1)); a = tl.exp2((m - mn) * 1.4426950408889634); pr = tl.exp2((x - mn[:, None]) * 1.4426950408889634)
-        l = l * a + tl.sum(pr, 1); acc = acc * a[:, None] + tl.dot(pr.to(v.dtype), v); m = mn
+def paged_decode(
+    query, kv, tables, seq_lens, out, partial, lse, scale,
+    block_stride: tl.int64, value_offset: tl.int64, head_stride: tl.int64, table_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    seq, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    rows, dims, tokens = tl.arange(0, 16), tl.arange(0, HEAD_DIM), tl.arange(0, TILE)
+    seq_len = tl.load(seq_lens + seq)
+    per_split = tl.cdiv(tl.cdiv(seq_len, SPLITS), TILE) * TILE
+    first, last = split * per_split, tl.minimum(split * per_split + per_split, seq_len)
+    q_rows = (seq * NUM_HEADS + head * group + rows)[:, None] * HEAD_DIM + dims[None, :]
+    q = tl.load(query + q_rows, mask=(rows < group)[:, None], other=0.0)
+    best = tl.full([16], -float("inf"), tl.float32)
+    total = tl.zeros([16], tl.float32)
+    acc = tl.zeros([16, HEAD_DIM], tl.float32)
+    for start in range(first, last, TILE):
+        position = start + tokens
+        inside = position < last
+        block_ids = tl.load(tables + seq * table_stride + position // BLOCK, mask=inside, other=0)
+        at = block_ids.to(tl.int64) * block_stride + head * head_stride
+        at += (position % BLOCK) * HEAD_DIM
+        k = tl.load(kv + at[None, :] + dims[:, None], mask=inside[None, :], other=0.0)
+        v = tl.load(
+            kv + value_offset + at[:, None] + dims[None, :], mask=inside[:, None], other=0.0
+        )
+        scores = tl.where(inside[None, :], tl.dot(q, k) * scale, -float("inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        fade, weights = tl.exp(best - new_best), tl.exp(scores - new_best[:, None])
+        total = total * fade + tl.sum(weights, 1)
+        acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v)
+        best = new_best
     if SPLITS == 1:
-        tl.store(out + (b * H + h * G + r)[:, None] * D + d[None, :], (acc / l[:, None]).to(out.dtype.element_ty), mask=(r < G)[:, None])
+        done = (acc / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + q_rows, done, mask=(rows < group)[:, None])
     else:
-        tl.store(mid + (((b * HK + h) * SPLITS + s) * 16 + r)[:, None] * D + d[None, :], acc)
-        tl.store(lse + ((b * HK + h) * SPLITS + s) * 16 + r, m + tl.log(l))
-def run(B, ctx, H, HK, D, BS, layout, layers=32, splits=1, TILE=64):
-    dev='cuda'; nb = B * (-(-ctx // BS)) + 64
-    # cap the pool; several layers rotated so L2 is cold
-    if layout == 'block': kv = torch.empty(nb, layers, 2, HK, BS, D, device=dev, dtype=torch.bfloat16); s_blk, s_kv, s_h = kv.stride(0), kv.stride(2), kv.stride(3); base=[kv[:, i] for i in range(layers)]
-    else: kv = torch.empty(layers, 2, nb, HK, BS, D, device=dev, dtype=torch.bfloat16); s_kv, s_blk, s_h = kv.stride(1), kv.stride(2), kv.stride(3); base=[kv[i] for i in range(layers)]
-    kv.view(-1)[:1<<30].normal_() if kv.numel()>=1<<30 else kv.normal_()
-    bt = torch.randperm(nb, device=dev)[:B * (-(-ctx // BS))].to(torch.int32).view(B, -1).contiguous()
-    sl = torch.full((B,), ctx, dtype=torch.int32, device=dev); q = torch.randn(B, H, D, device=dev, dtype=torch.bfloat16); out = torch.empty_like(q)
-    mid = torch.empty(B*HK*splits*16*D, device=dev); lse = torch.empty(B*HK*splits*16, device=dev)
-    def go():
-        for x in base:
-            dec[(B, HK, splits)](q, x, bt, sl, out, mid, lse, D**-0.5, s_blk, s_kv, s_h, bt.stride(0), H, HK, D, BS, TILE, splits, H//HK, num_warps=4, num_stages=3)
-    go(); torch.cuda.synchronize()
-    g = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(g): go()
-    for _ in range(3): g.replay()
-    ts=[]
-    for _ in range(10):
-        a=torch.cuda.Event(enable_timing=True); b=torch.cuda.Event(enable_timing=True); a.record(); g.replay(); b.record(); b.synchronize(); ts.append(a.elapsed_time(b)/layers*1e3)
-    ts.sort(); us=ts[len(ts)//2]; by=2*B*ctx*HK*D*2
-    return us, by/us/1e6
-for (H,HK,D,layers) in ((32,8,128,32),(9,3,64,30)):
-    for B,ctx,splits in ((1,4096,32),(32,1024,4),(128,1024,1),(256,1024,1)):
-        row=[]
-        for BS in (16,64):
-            for layout in ('block','layer'):
-                best=min((run(B,ctx,H,HK,D,BS,layout,layers,splits,T) for T in (64,128)), key=lambda r:r[0])
-                row.append(f"{BS}/{layout}: {best[0]:.1f}us {best[1]:.2f}TB/s"); torch.cuda.empty_cache()
-        print(H,HK,D,'B',B,'ctx',ctx,'splits',splits,' | '.join(row), flush=True)
+        part = ((seq * NUM_KV_HEADS + head) * SPLITS + split) * 16 + rows
+        tl.store(partial + part[:, None] * HEAD_DIM + dims[None, :], acc)
+        tl.store(lse + part, best + tl.log(total))
+
+
+def pool(layout: str, num_blocks: int, num_layers: int, heads: int, block: int, dim: int) -> Tensor:
+    """Random K and V, viewed as [num_layers, num_blocks, 2, heads, block, dim] in either layout."""
+    if layout == "block":
+        shape, order = (num_blocks, num_layers, 2, heads, block, dim), (1, 0, 2, 3, 4, 5)
+    else:
+        shape, order = (num_layers, 2, num_blocks, heads, block, dim), (0, 2, 1, 3, 4, 5)
+    data = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+    for piece in data.view(-1).split(1 << 28):
+        piece.normal_()
+    return data.permute(order)
+
+
+def measure(
+    kv: Tensor, batch: int, context: int, num_heads: int, splits: int, tile: int
+) -> tuple[float, float]:
+    """(microseconds a layer, TB/s of K and V)."""
+    num_layers, num_blocks, _, kv_heads, block, dim = kv.shape
+    per_seq = -(-context // block)
+    tables = torch.randperm(num_blocks, device="cuda")[: batch * per_seq].int().view(batch, -1)
+    seq_lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+    query = torch.randn(batch, num_heads, dim, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty_like(query)
+    partial = torch.empty(batch * kv_heads * splits * ROWS * dim, device="cuda")
+    lse = torch.empty(batch * kv_heads * splits * ROWS, device="cuda")
+
+    def all_layers() -> None:
+        for layer in kv:
+            paged_decode[(batch, kv_heads, splits)](
+                query, layer, tables, seq_lens, out, partial, lse, dim**-0.5,
+                layer.stride(0), layer.stride(1), layer.stride(2), tables.stride(0),
+                num_heads, kv_heads, dim, block, tile, splits, num_warps=4, num_stages=3,
+            )  # fmt: skip
+
+    all_layers()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        all_layers()
+    times = []
+    for _ in range(13):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / num_layers * 1e3)
+    micros = statistics.median(times[3:])
+    return micros, 2 * batch * context * kv_heads * dim * 2 / micros / 1e6
+
+
+def main() -> None:
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+    for num_heads, kv_heads, dim, num_layers in ((32, 8, 128, 32), (9, 3, 64, 30)):
+        for batch, context, splits in (
+            (1, 4096, 32),
+            (32, 1024, 4),
+            (128, 1024, 1),
+            (256, 1024, 1),
+        ):
+            cells = []
+            for block in (16, 64):
+                for layout in ("block", "layer"):
+                    num_blocks = batch * -(-context // block) + 64
+                    kv = pool(layout, num_blocks, num_layers, kv_heads, block, dim)
+                    runs = [measure(kv, batch, context, num_heads, splits, t) for t in (64, 128)]
+                    micros, rate = min(runs)
+                    cells.append(f"{block}/{layout} {micros:6.1f} us {rate:.2f} TB/s")
+                    del kv
+                    torch.cuda.empty_cache()
+            print(
+                f"{num_heads}/{kv_heads} x {dim}, batch {batch:3} at {context}:", *cells, sep="  "
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -50,7 +50,7 @@ class EngineConfig:
     """Bytes for the KV pool; by default half of what is free after the weights, and never more
     than max_num_seqs sequences of max_model_len can use."""
     num_gpu_blocks_override: int | None = None
-    """Exact number of KV blocks, whatever memory is free (the name is vLLM's; CPU too)."""
+    """Exact number of KV blocks (the name is vLLM's; it holds for CPUs too)."""
     kv_policy: KVPolicy = "paged"
     """How sequences get KV memory."""
     scheduling_policy: SchedulingPolicy = "fcfs"

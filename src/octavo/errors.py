@@ -62,6 +62,10 @@ class EngineDeadError(OctavoError):
     """The engine is closed or has failed for good; no further request can be answered."""
 
 
+class NumericsError(OctavoError):
+    """The model computed NaN or infinity: its weights, or their type, cannot be used."""
+
+
 class StepFailedError(OctavoError):
     """The runner failed in a step; the requests in `request_ids` were aborted, others go on."""
 

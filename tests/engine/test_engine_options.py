@@ -53,7 +53,9 @@ def longest(llm: LLM) -> int:
 def order_of_ends(llm: LLM) -> list[int]:
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     prompts = ["a", "b", "c"]
-    outputs = llm.generate(prompts, params, use_tqdm=False, priority=[3, 2, 1])
+    # Under fcfs priorities are refused: they would be ignored.
+    ranks = [3, 2, 1] if llm.config.scheduling_policy == "priority" else None
+    outputs = llm.generate(prompts, params, use_tqdm=False, priority=ranks)
     times = [output.metrics.finished_s or 0.0 for output in outputs]
     return sorted(range(3), key=times.__getitem__)
 

@@ -231,6 +231,8 @@ def test_unknown_parameters_are_refused() -> None:
             CapacityError,
             "--kv-cache-memory-bytes",
         ),
+        ({"num_gpu_blocks_override": 10**9}, CapacityError, "--num-gpu-blocks-override"),
+        ({"max_num_batched_tokens": 10**12}, CapacityError, "--max-num-batched-tokens"),
         ({"dtype": "int3"}, ConfigError, "dtype"),
         ({"kv_policy": "magic"}, ConfigError, "kv_policy"),
     ],
@@ -273,6 +275,37 @@ def test_a_failed_step_names_its_requests_and_the_engine_goes_on(
     assert len(caught.value.request_ids) == 2
     monkeypatch.setattr(core, "_execute", execute)
     assert tokens(llm, "good") == expected
+
+
+def test_damaged_weights_are_said_and_not_sampled_from(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = tokens(llm, "good")
+    norm = llm._engine.engine.core._execute.__self__.model.final_norm.weight  # type: ignore[union-attr]
+    good = norm.clone()
+    norm.fill_(float("nan"))
+    with pytest.raises(StepFailedError, match="NaN or infinity"):
+        llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+    norm.copy_(good)
+    assert tokens(llm, "good") == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda llm: llm.generate("a", 5), "sampling_params"),
+        (lambda llm: llm.generate(["a", "b"], [GREEDY]), "sampling_params"),
+        (lambda llm: llm.generate("a", GREEDY, priority=["high"]), "priority"),
+        (lambda llm: llm.generate("a", GREEDY, priority=[3]), "priority"),
+        (lambda llm: llm.stream("a", GREEDY, priority=3), "priority"),
+        (lambda llm: llm.chat(None), "messages"),
+        (lambda llm: llm.chat([]), "messages"),
+    ],
+)
+def test_refused_calls(llm: LLM, call: Any, name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=name) as caught:
+        call(llm)
+    assert caught.value.parameter == name
 
 
 def test_one_request_that_fills_the_pool_ends_with_its_text(tiny_model_path: Path) -> None:

@@ -68,10 +68,12 @@ def test_no_more_than_the_sequences_can_use() -> None:
     assert sized.chosen_by == "all that 2 sequences of 100 tokens can use"
 
 
-def test_an_exact_number_is_taken_whatever_is_free() -> None:
-    sized = plan(num_blocks=1_000_000, kv_cache_memory_bytes=5)
-    assert sized.num_blocks == 1_000_000
-    assert sized.left_bytes < 0
+def test_an_exact_number_is_taken_if_there_is_memory_for_it() -> None:
+    sized = plan(num_blocks=700, kv_cache_memory_bytes=5)
+    assert sized.num_blocks == 700
+    assert sized.left_bytes >= 0
+    with pytest.raises(CapacityError, match="--num-gpu-blocks-override 1,000,000,000 x"):
+        plan(num_blocks=10**9)
 
 
 def test_not_one_block_says_the_arithmetic_and_the_flag() -> None:

@@ -41,6 +41,8 @@ class Job:
     """A conversation to answer through the chat template."""
     label: str | int | None = None
     """The `id` of its JSONL line."""
+    priority: int = 0
+    """The `priority` of its JSONL line: smaller runs first under --scheduling-policy priority."""
     verbatim: bool = False
     """Whether the prompt is continued as it stands even where there is a chat template."""
 
@@ -83,8 +85,8 @@ def prompts_in(text: str, kind: Literal["text", "lines"]) -> list[str]:
 
 
 def jsonl_jobs(text: str, source: str, make_params: MakeParams, first: int = 0) -> list[Job]:
-    """Jobs from JSONL: `{"prompt"|"prompt_token_ids"|"messages": ..., "id": ..., and sampling
-    parameters}` a line, which override the flags.
+    """Jobs from JSONL: `{"prompt"|"prompt_token_ids"|"messages": ..., "id": ..., "priority":
+    ..., and sampling parameters}` a line, which override the flags.
 
     Raises `InvalidRequestError` that names the line for anything that is not that.
     """
@@ -122,13 +124,16 @@ def _jsonl_job(line: str, index: int, make_params: MakeParams) -> Job:
         )
     asked = values.pop(given[0])
     label = values.pop("id", None)
+    priority = values.pop("priority", 0)
     biases = values.get("logit_bias")
     if isinstance(biases, dict):
         values["logit_bias"] = {_token_id(key): bias for key, bias in biases.items()}
     params = make_params(**values)
     if given[0] == "messages":
-        return Job(index, params, messages=_checked_messages(asked), label=label)
-    return Job(index, params, prompt=_checked_prompt(given[0], asked), label=label, verbatim=True)
+        messages = _checked_messages(asked)
+        return Job(index, params, messages=messages, label=label, priority=priority)
+    prompt = _checked_prompt(given[0], asked)
+    return Job(index, params, prompt=prompt, label=label, priority=priority, verbatim=True)
 
 
 def _token_id(key: str) -> int | str:
@@ -200,6 +205,6 @@ def start(llm: LLM, job: Job) -> Iterator[RequestOutput]:
 
 def _stream(llm: LLM, job: Job, params: SamplingParams) -> Iterator[RequestOutput]:
     if job.messages is not None:
-        return llm.stream_chat(job.messages, params)
+        return llm.stream_chat(job.messages, params, priority=job.priority)
     assert job.prompt is not None
-    return llm.stream(job.prompt, params)
+    return llm.stream(job.prompt, params, priority=job.priority)

@@ -158,12 +158,7 @@ def _has_colour(stream: object) -> bool:
 
 
 def _set_up_process() -> None:
-    """Before anything heavy is imported: logging, output, and threads that wait without spinning.
-
-    OpenMP's threads spin between parallel regions by default; when another process wants the same
-    cores, a decode step then takes many times as long.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    """Before anything heavy is imported: output and logging."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a character it cannot write must not end the run
             stream.reconfigure(errors="replace")

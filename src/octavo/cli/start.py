@@ -12,14 +12,12 @@ if TYPE_CHECKING:
 
 def start_engine(config: EngineConfig) -> LLM:
     """The engine for `config`; the caller closes it. Raises as `LLM` does."""
-    from octavo.engine.models import RichProgress, locate
-
     note(f"loading {config.model} ...")
-    with RichProgress() as progress:
-        locate(config.model, config.revision, config.load_format, progress)
     from octavo import LLM
+    from octavo.engine.models import RichProgress
 
-    return LLM(config=config)
+    with RichProgress() as progress:
+        return LLM(config=config, progress=progress)
 
 
 def note(text: str, end: str = "\n") -> None:

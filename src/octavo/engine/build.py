@@ -20,7 +20,7 @@ from octavo.engine.report import MemoryReport
 from octavo.errors import ConfigError, InvalidRequestError
 from octavo.kv import KVCacheManager
 from octavo.kv.sizing import KVShape, MemoryPlan, plan_memory
-from octavo.layers.workspace import Workspace
+from octavo.layers.workspace import Workspace, workspace_bytes
 from octavo.models.decoder import Decoder
 from octavo.models.registry import build_model
 from octavo.ops.cpu import gemm
@@ -99,8 +99,14 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
     files = locate(config.model, config.revision, config.load_format, progress)
     model = _load(files, config, progress)
     tokenizer = _tokenizer(config, files)
-    workspace = _workspace(config, model)
-    plan = _plan_memory(config, model, workspace, available)
+    plan = _plan_memory(config, model, available)
+    workspace = Workspace(
+        model.arch,
+        config.max_num_batched_tokens,
+        _num_logit_rows(config),
+        model.dtype,
+        model.device,
+    )
     resolved = config.replace(
         dtype=_name_of(model.dtype),
         max_model_len=plan.max_seq_len,
@@ -176,21 +182,21 @@ def _eos_token_ids(arch: ModelArch, tokenizer: Tokenizer | None) -> frozenset[in
     return frozenset(found)
 
 
-def _workspace(config: EngineConfig, model: Decoder) -> Workspace:
-    num_rows = max(config.max_num_seqs, min(_PROMPT_LOGPROB_ROWS, config.max_num_batched_tokens))
-    return Workspace(model.arch, config.max_num_batched_tokens, num_rows, model.dtype, model.device)
+def _num_logit_rows(config: EngineConfig) -> int:
+    return max(config.max_num_seqs, min(_PROMPT_LOGPROB_ROWS, config.max_num_batched_tokens))
 
 
-def _plan_memory(
-    config: EngineConfig, model: Decoder, workspace: Workspace, available: int
-) -> MemoryPlan:
+def _plan_memory(config: EngineConfig, model: Decoder, available: int) -> MemoryPlan:
     arch, element_bytes = model.arch, model.dtype.itemsize
-    num_rows = len(workspace.logits)
+    num_rows = _num_logit_rows(config)
+    activations, logits = workspace_bytes(
+        arch, config.max_num_batched_tokens, num_rows, element_bytes
+    )
     return plan_memory(
         available_bytes=available,
         weights_bytes=model.weight_bytes,
-        activation_bytes=workspace.activation_bytes,
-        logits_bytes=workspace.logits_bytes + sampling_bytes(num_rows, arch.vocab_size),
+        activation_bytes=activations,
+        logits_bytes=logits + sampling_bytes(num_rows, arch.vocab_size),
         shape=KVShape(arch.num_layers, arch.num_kv_heads, arch.head_dim, element_bytes),
         block_size=config.block_size,
         max_model_len=config.max_model_len or model.rotary.max_position,

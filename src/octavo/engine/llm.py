@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from octavo.config import EngineConfig
 from octavo.engine.input import Prompt
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from octavo.text.tokenizer import Tokenizer
     from octavo.weights.progress import Progress
 
+T = TypeVar("T")
 Message = dict[str, Any]
 """`{"role": ..., "content": ...}`, as OpenAI's chat API has it."""
 
@@ -30,8 +31,8 @@ Message = dict[str, Any]
 class LLM:
     """A model served from paged memory in this process.
 
-    Args: `model`, and any field of `EngineConfig` as keyword; or one `config`. `progress` is told of
-    downloading and loading (`weights.progress`); by default nobody is.
+    Args: `model`, and any field of `EngineConfig` as keyword; or one `config`. `progress` is told
+    of downloading and loading (`weights.progress`); by default nobody is.
     Use it as a context manager, or call `close()`: both free weights and KV pool.
 
     Raises `ConfigError`, `ModelError` or `CapacityError` when the engine cannot be built.
@@ -94,7 +95,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; outputs come in the prompts' order.
 
@@ -106,12 +107,8 @@ class LLM:
         """
         prompt_list = _as_list(prompts)
         params_list = _one_each(sampling_params, len(prompt_list))
-        priorities = [0] * len(prompt_list) if priority is None else list(priority)
-        if len(priorities) != len(prompt_list):
-            raise InvalidRequestError(
-                f"{len(priorities)} priorities for {len(prompt_list)} prompts",
-                parameter="priority",
-            )
+        ranks = 0 if priority is None else priority
+        priorities = _one_of_each("priority", ranks, int, len(prompt_list))
         request_ids: list[str] = []
         try:
             for prompt, params, rank in zip(prompt_list, params_list, priorities, strict=True):
@@ -130,21 +127,25 @@ class LLM:
         add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them through the model's chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = [
-            self._chat_prompt(conversation, chat_template, add_generation_prompt)  # type: ignore[arg-type]
-            for conversation in conversations
+            self._chat_prompt(conversation, chat_template, add_generation_prompt)
+            for conversation in _conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
     ) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding the output so far after every step that added to it.
 
         Streams may run side by side with each other; leaving the loop aborts the request.
         """
-        request_id = self._add(prompt, sampling_params or SamplingParams(), OutputKind.CUMULATIVE)
+        params = sampling_params or SamplingParams()
+        request_id = self._add(prompt, params, OutputKind.CUMULATIVE, priority)
         return self._stream(request_id)
 
     def stream_chat(
@@ -154,10 +155,11 @@ class LLM:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        priority: int = 0,
     ) -> Iterator[RequestOutput]:
         """`stream` for one conversation."""
         prompt = self._chat_prompt(messages, chat_template, add_generation_prompt)
-        return self.stream(prompt, sampling_params)
+        return self.stream(prompt, sampling_params, priority=priority)
 
     def memory_report(self) -> MemoryReport:
         """Where every byte is: the plan that sized the pool, the pool now, and its peaks."""
@@ -177,6 +179,12 @@ class LLM:
     def _add(
         self, prompt: Prompt, params: SamplingParams, kind: OutputKind, priority: int = 0
     ) -> str:
+        if priority and self.config.scheduling_policy != "priority":
+            raise InvalidRequestError(
+                f"priority {priority!r} has no effect under scheduling_policy "
+                f"{self.config.scheduling_policy!r}: start with --scheduling-policy priority",
+                parameter="priority",
+            )
         request_id = str(next(self._ids))
         self._engine.engine.add(request_id, prompt, params, priority=priority, kind=kind)
         self._mail[request_id] = deque()
@@ -245,11 +253,33 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _one_each(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
+    return _one_of_each("sampling_params", params or SamplingParams(), SamplingParams, count)
+
+
+def _one_of_each(name: str, values: Any, kind: type[T], count: int) -> list[T]:
+    """One value for all prompts, or one for each."""
+    if isinstance(values, kind):
+        return [values] * count
+    if not isinstance(values, list | tuple) or not all(isinstance(v, kind) for v in values):
         raise InvalidRequestError(
-            f"{len(params)} sampling_params for {count} prompts: give one, or one for each",
-            parameter="sampling_params",
+            f"{name} must be one {kind.__name__}, or a list with one for each prompt, got "
+            f"{values!r:.80}",
+            parameter=name,
         )
-    return list(params)
+    if len(values) != count:
+        raise InvalidRequestError(
+            f"{len(values)} {name} for {count} prompts: give one, or one for each",
+            parameter=name,
+        )
+    return list(values)
+
+
+def _conversations(messages: Any) -> list[Any]:
+    """One conversation (a list of messages) or a list of them."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise InvalidRequestError(
+            "messages must be a conversation or a list of them, and not empty, got "
+            f"{messages!r:.80}",
+            parameter="messages",
+        )
+    return [messages] if isinstance(messages[0], dict) else list(messages)

@@ -76,7 +76,7 @@ class MemoryPlan:
 
     @property
     def left_bytes(self) -> int:
-        """What stays free; below 0 when an exact number of blocks was ordered regardless."""
+        """What stays free."""
         return self.available_bytes - self.budget_bytes
 
     @property
@@ -128,9 +128,10 @@ def plan_memory(
 ) -> MemoryPlan:
     """Size the pool. Raises `CapacityError`, with the arithmetic, when it cannot be.
 
-    `num_blocks` is taken as it is, whatever is free. `kv_cache_memory_bytes` must fit into what
-    weights, activations and logits leave. Without either the pool gets `kv_share` of that, but
-    never more than `max_num_seqs` sequences of `max_model_len` tokens can use.
+    `num_blocks` and `kv_cache_memory_bytes` are taken as they are, the first before the second, and
+    must fit into what weights, activations and logits leave. Without either the pool gets
+    `kv_share` of that, but never more than `max_num_seqs` sequences of `max_model_len` tokens can
+    use.
     `require_max_model_len` refuses a pool in which one such sequence does not fit: for a length
     that was asked for, not for one that is only the model's limit.
     """
@@ -148,6 +149,13 @@ def plan_memory(
     left = base.left_bytes
     if num_blocks is not None:
         chosen_by = "--num-gpu-blocks-override"
+        if num_blocks * base.bytes_per_block > left:
+            raise CapacityError(
+                f"--num-gpu-blocks-override {num_blocks:,} x {base.bytes_per_block:,} B = "
+                f"{human_bytes(num_blocks * base.bytes_per_block)} is more than is left for the KV "
+                f"pool: {_left_for_kv(base)}; lower it to at most "
+                f"{max(left, 0) // base.bytes_per_block:,}"
+            )
     elif kv_cache_memory_bytes is not None:
         chosen_by = "--kv-cache-memory-bytes"
         if kv_cache_memory_bytes > left:

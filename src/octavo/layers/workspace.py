@@ -7,9 +7,28 @@ its addresses never change, so that recorded kernel calls can be replayed.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from octavo.arch import ModelArch
+
+
+def workspace_bytes(
+    arch: ModelArch, num_tokens: int, num_logit_rows: int, element_bytes: int
+) -> tuple[int, int]:
+    """What a `Workspace` takes: (activations, logits)."""
+    return num_tokens * sum(_widths(arch).values()) * element_bytes, (
+        num_logit_rows * arch.vocab_size * 4
+    )
+
+
+def _widths(arch: ModelArch) -> dict[str, int]:
+    """Elements a token has in each buffer."""
+    return {
+        "hidden": arch.hidden_size,
+        "normed": arch.hidden_size,
+        "qkv": (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim,
+        "attended": arch.num_heads * arch.head_dim,
+        "gated": arch.intermediate_size,
+    }
 
 
 class Workspace:
@@ -26,27 +45,14 @@ class Workspace:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        def rows(width: int) -> Tensor:
-            return torch.empty((num_tokens, width), dtype=dtype, device=device)
-
-        qkv_size = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
-        self.hidden = rows(arch.hidden_size)
+        rows = {
+            name: torch.empty((num_tokens, width), dtype=dtype, device=device)
+            for name, width in _widths(arch).items()
+        }
+        self.hidden = rows["hidden"]
         """The residual stream."""
-        self.normed = rows(arch.hidden_size)
-        self.qkv = rows(qkv_size)
-        self.attended = rows(arch.num_heads * arch.head_dim)
-        self.gated = rows(arch.intermediate_size)
+        self.normed, self.qkv = rows["normed"], rows["qkv"]
+        self.attended, self.gated = rows["attended"], rows["gated"]
         self.logits = torch.empty(
             (num_logit_rows, arch.vocab_size), dtype=torch.float32, device=device
         )
-
-    @property
-    def activation_bytes(self) -> int:
-        """Everything but the logits."""
-        parts = (self.hidden, self.normed, self.qkv, self.attended, self.gated)
-        return sum(part.numel() * part.element_size() for part in parts)
-
-    @property
-    def logits_bytes(self) -> int:
-        """The logits of a step."""
-        return self.logits.numel() * self.logits.element_size()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from octavo.ops.cpu.memory import use_huge_pages
 from octavo.plan import BlockCopy
 
 
@@ -30,6 +31,8 @@ class KVStore:
         # Unwritten slots are never read, so the memory needs no initial value; on a CPU the
         # operating system hands out pages only as blocks are first written.
         self.data = torch.empty(shape, dtype=dtype, device=device)
+        if device.type == "cpu":
+            use_huge_pages(self.data)
 
     @property
     def num_bytes(self) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.attention.base import ForwardContext
+from octavo.errors import NumericsError
 from octavo.layers.workspace import Workspace
 from octavo.models.decoder import Decoder
 from octavo.plan import SeqPlan, SeqResult, StepPlan, StepResult, TokenLogprobs
@@ -100,6 +101,7 @@ class Runner:
     def _sample(self, seqs: list[SeqPlan], logits: Tensor) -> list[SeqResult]:
         """Tokens of the sequences that need one, whose logits are [their number, vocab_size]."""
         seq_ids = [seq.seq_id for seq in seqs if seq.sample]
+        _check_finite(logits, seq_ids)
         sampled = sample(logits, seq_ids, self.sampling)
         results = []
         for seq_id, token_id, logprobs in zip(
@@ -141,6 +143,17 @@ class Runner:
             logits = self.model.logits(hidden[i : i + at_once], self.workspace)
             found += prompt_logprobs(logits, targets[i : i + at_once], num_top)
         return found
+
+
+def _check_finite(logits: Tensor, seq_ids: list[int]) -> None:
+    """One column tells: what is not finite in a hidden state reaches every logit of its row."""
+    finite = logits[:, 0].isfinite()
+    if not finite.all():
+        bad = [seq_ids[row] for row in (~finite).nonzero()[:, 0].tolist()]
+        raise NumericsError(
+            f"the model computed NaN or infinity for sequences {bad}: its weights are damaged, or "
+            "too large for their type (try --dtype float32)"
+        )
 
 
 def _only_decodes(plan: StepPlan) -> bool:

@@ -88,7 +88,8 @@ struct job {
     int split;       /* every entry is one chunk, its state is kept in partials */
     float *partials; /* [entry][kv head][max_rows (padded_dim + 2)] */
     int64_t *tiles;  /* [num_tiles + 1] first entry of each tile, when split */
-    int64_t next;    /* atomic: the next unit of work */
+    int64_t next;    /* atomic: the next unit of work, an (entry, kv head) */
+    int64_t grain;   /* units that a thread takes at once */
     int failed;      /* atomic: a thread had no memory */
 };
 
@@ -246,10 +247,19 @@ static char *make_scratch(const struct job *job, struct attn_scratch *s, float *
     return memory;
 }
 
+/* A thread's share of the units that it has not begun. */
+struct share {
+    int64_t at, end;
+};
+
 /* Takes the next unit of work: its number, or -1 when there is none left. */
-static int64_t take(struct job *job, struct attn_task *task) {
+static int64_t take(struct job *job, struct share *share, struct attn_task *task) {
     const int heads = job->args->num_kv_heads;
-    const int64_t unit = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+    if (share->at == share->end) {
+        share->at = __atomic_fetch_add(&job->next, job->grain, __ATOMIC_RELAXED);
+        share->end = share->at + job->grain;
+    }
+    const int64_t unit = share->at++;
     if (unit >= job->num_entries * heads) return -1;
     *task = make_task(job, &job->entries[unit / heads], (int)(unit % heads));
     return unit;
@@ -269,13 +279,14 @@ static void run_entries(void *argument) {
     /* While much is left, take units one ahead, so that a task can fetch the next one's first
      * tile; towards the end a unit taken early would wait while other threads are idle. */
     const int64_t eager = job->num_entries * a->num_kv_heads - 2 * a->num_threads;
+    struct share share = {0, 0};
     int64_t unit, following;
     struct attn_task tasks[2];
     int side = 0;
-    for (unit = take(job, &tasks[side]); unit >= 0; unit = following, side ^= 1) {
+    for (unit = take(job, &share, &tasks[side]); unit >= 0; unit = following, side ^= 1) {
         const struct entry *e = &job->entries[unit / a->num_kv_heads];
         struct attn_task *task = &tasks[side];
-        following = unit < eager ? take(job, &tasks[!side]) : -1;
+        following = unit < eager ? take(job, &share, &tasks[!side]) : -1;
         task->next = following >= 0 ? &tasks[!side] : NULL;
         job->kernel->begin(task, &scratch);
         for (int c = e->first_chunk; c < e->end_chunk; c++) {
@@ -287,7 +298,7 @@ static void run_entries(void *argument) {
             if (c != e->first_chunk) job->kernel->merge(task, run, part);
         }
         if (!job->split) job->kernel->finish(task, run);
-        if (following < 0) following = take(job, &tasks[!side]);
+        if (following < 0) following = take(job, &share, &tasks[!side]);
     }
     if (job->kernel->leave) job->kernel->leave();
     free(memory);
@@ -328,6 +339,10 @@ OCTAVO_EXPORT int64_t octavo_paged_attention(const struct attn_args *args) {
     if (ok) {
         const int64_t units = job.num_entries * args->num_kv_heads;
         const int threads = args->num_threads;
+        /* Where there is enough for all, one thread takes all heads of an entry: they lie side by
+         * side in each block, so that what the processor fetched ahead is used, and the pages of
+         * an entry are looked up once. */
+        job.grain = job.num_entries >= 4 * threads ? args->num_kv_heads : 1;
         octavo_team(run_entries, &job, units < threads ? (int)units : threads);
         job.next = 0;
         if (job.split) octavo_team(reduce_tiles, &job, job.num_entries < 64 ? 1 : threads);
