@@ -277,6 +277,27 @@ def test_a_failed_step_names_its_requests_and_the_engine_goes_on(
     assert tokens(llm, "good") == expected
 
 
+def test_an_interrupted_step_leaves_an_engine_that_serves(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = tokens(llm, "good")
+    core = llm._engine.engine.core
+    execute = core._execute
+    stream = llm.stream("streaming", GREEDY)
+    next(stream)
+
+    def interrupted(plan: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(core, "_execute", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("a", GREEDY, use_tqdm=False)
+    monkeypatch.setattr(core, "_execute", execute)
+    with pytest.raises(EngineDeadError, match="aborted"):
+        next(stream)
+    assert tokens(llm, "good") == expected
+
+
 def test_damaged_weights_are_said_and_not_sampled_from(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

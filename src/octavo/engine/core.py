@@ -80,7 +80,7 @@ class EngineCore:
         """Run one iteration; what each sequence gained. Empty when there is nothing to run.
 
         Raises `StepFailedError` when the runner failed: the requests of that step are aborted and
-        named, the others go on.
+        named, the others go on. An interrupt aborts them too: half a step cannot be taken back.
         """
         if self._execute is None:
             raise EngineDeadError("the engine is closed")
@@ -89,8 +89,11 @@ class EngineCore:
             return self.scheduler.take_updates()
         try:
             result = self._execute(plan)
-        except Exception as error:
-            raise self._failed(plan, error) from error
+        except BaseException as error:
+            failed = self._failed(plan, error)
+            if isinstance(error, Exception):
+                raise failed from error
+            raise
         self.history.record(plan)
         return self.scheduler.update(result, self.clock())
 
@@ -100,7 +103,7 @@ class EngineCore:
             self.abort(request_id)
         self._execute = None
 
-    def _failed(self, plan: StepPlan, error: Exception) -> StepFailedError:
+    def _failed(self, plan: StepPlan, error: BaseException) -> StepFailedError:
         request_ids = self.scheduler.request_ids_of(seq.seq_id for seq in plan.seqs)
         for request_id in request_ids:
             self.abort(request_id)

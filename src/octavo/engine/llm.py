@@ -216,6 +216,7 @@ class LLM:
         with tqdm(total=len(request_ids), unit="request", disable=not use_tqdm) as bar:
             waiting = set(request_ids)
             while waiting:
+                self._check_alive(next(iter(waiting)))
                 self._step()
                 for request_id in [r for r in waiting if self._mail[r]]:
                     ends[request_id] = self._mail[request_id].pop()

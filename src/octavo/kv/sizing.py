@@ -8,6 +8,12 @@ from octavo.errors import CapacityError
 from octavo.util import cdiv, human_bytes
 
 
+_LESS = (
+    "free some memory, take a smaller --model, or lower --max-num-batched-tokens (activations) or "
+    "--max-num-seqs (logits)"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class KVShape:
     """What of a model decides the bytes of a token's KV."""
@@ -147,6 +153,8 @@ def plan_memory(
         chosen_by="",
     )
     left = base.left_bytes
+    if left < 0:
+        raise CapacityError(f"nothing is left for the KV pool: {_left_for_kv(base)}; {_LESS}")
     if num_blocks is not None:
         chosen_by = "--num-gpu-blocks-override"
         if num_blocks * base.bytes_per_block > left:
@@ -154,7 +162,7 @@ def plan_memory(
                 f"--num-gpu-blocks-override {num_blocks:,} x {base.bytes_per_block:,} B = "
                 f"{human_bytes(num_blocks * base.bytes_per_block)} is more than is left for the KV "
                 f"pool: {_left_for_kv(base)}; lower it to at most "
-                f"{max(left, 0) // base.bytes_per_block:,}"
+                f"{left // base.bytes_per_block:,}"
             )
     elif kv_cache_memory_bytes is not None:
         chosen_by = "--kv-cache-memory-bytes"
@@ -162,13 +170,13 @@ def plan_memory(
             raise CapacityError(
                 f"--kv-cache-memory-bytes {kv_cache_memory_bytes:,} "
                 f"({human_bytes(kv_cache_memory_bytes)}) is more than is left for the KV pool: "
-                f"{_left_for_kv(base)}; lower it to at most {max(left, 0):,}"
+                f"{_left_for_kv(base)}; lower it to at most {left:,}"
             )
         num_blocks = kv_cache_memory_bytes // base.bytes_per_block
     else:
         chosen_by = f"{kv_share:.0%} of what the rest leaves"
         most = max_num_seqs * cdiv(max_model_len, block_size)
-        num_blocks = int(max(left, 0) * kv_share) // base.bytes_per_block
+        num_blocks = int(left * kv_share) // base.bytes_per_block
         if num_blocks > most:
             num_blocks = most
             chosen_by = f"all that {max_num_seqs} sequences of {max_model_len:,} tokens can use"
@@ -211,10 +219,7 @@ def _no_block(plan: MemoryPlan, kv_cache_memory_bytes: int | None, kv_share: flo
     text += f"the KV pool gets {kv_share:.0%} of what is left: {_left_for_kv(plan)}; "
     if plan.left_bytes >= block:
         return text + f"set --kv-cache-memory-bytes to {block:,} or more, or lower --block-size"
-    return text + (
-        "free some memory, take a smaller --model, or lower --max-num-batched-tokens (activations)"
-        " or --max-num-seqs (logits)"
-    )
+    return text + _LESS
 
 
 def _no_max_model_len(plan: MemoryPlan, num_blocks: int, chosen_by: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-_CGROUP = Path("/sys/fs/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
@@ -15,22 +15,23 @@ def available_bytes() -> int:
     """
     import psutil
 
-    available = int(psutil.virtual_memory().available)
-    for left in _cgroup_left():
-        available = min(available, left)
-    return available
+    return min([int(psutil.virtual_memory().available), *cgroup_left(CGROUPS, _own_cgroup())])
 
 
-def _cgroup_left() -> list[int]:
-    """Bytes left under each control group limit that holds this process (version 2, then 1)."""
+def cgroup_left(root: Path, own: str) -> list[int]:
+    """Bytes left under each control group limit that holds this process (version 2, then 1).
+
+    root: where the groups are mounted; own: the path of this process's version 2 group below it.
+    """
     found = []
-    for folder in _cgroup_folders():
+    group = root / own.strip("/")
+    for folder in (group, *(p for p in group.parents if p == root or root in p.parents)):
         limit = _read_int(folder / "memory.max")
         used = _read_int(folder / "memory.current")
         reclaimable = _read_stat(folder / "memory.stat", "inactive_file")
         if limit is not None and used is not None:
             found.append(max(0, limit - used + reclaimable))
-    legacy = _CGROUP / "memory"
+    legacy = root / "memory"
     limit = _read_int(legacy / "memory.limit_in_bytes")
     used = _read_int(legacy / "memory.usage_in_bytes")
     if limit is not None and used is not None:
@@ -39,17 +40,13 @@ def _cgroup_left() -> list[int]:
     return found
 
 
-def _cgroup_folders() -> list[Path]:
-    """The process's version 2 group and its parents, as far as they are visible."""
+def _own_cgroup() -> str:
+    """The process's version 2 group; the root where it is not known."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return []
-    own = next((line[3:] for line in lines if line.startswith("0::")), None)
-    if own is None:
-        return []
-    folder = _CGROUP / own.strip("/")
-    return [folder, *(p for p in folder.parents if p == _CGROUP or _CGROUP in p.parents)]
+        return "/"
+    return next((line[3:] for line in lines if line.startswith("0::")), "/")
 
 
 def _read_int(path: Path) -> int | None:
