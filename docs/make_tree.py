@@ -39,7 +39,7 @@ def lines_of(folder: Path, depth: int) -> list[str]:
     """A folder's files, and those of the folders in it."""
     found = []
     for path in sorted(folder.iterdir()):
-        if path.is_dir() and path.name != "__pycache__":
+        if path.is_dir() and not path.name.startswith((".", "__")):
             found += [f"{'  ' * depth}{path.name}/", *lines_of(path, depth + 1)]
         elif path.suffix in (".py", ".c", ".h") and path.name != "__init__.py":
             found.append(f"{'  ' * depth}{path.name:<{WIDTH - 2 * depth}} {first_sentence(path)}")

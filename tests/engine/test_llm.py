@@ -293,9 +293,73 @@ def test_an_interrupted_step_leaves_an_engine_that_serves(
     with pytest.raises(KeyboardInterrupt):
         llm.generate("a", GREEDY, use_tqdm=False)
     monkeypatch.setattr(core, "_execute", execute)
-    with pytest.raises(EngineDeadError, match="aborted"):
+    with pytest.raises(StepFailedError, match="aborted"):
         next(stream)
+    assert not len(llm._engine.engine.outputs)
     assert tokens(llm, "good") == expected
+
+
+def test_an_interrupted_decision_ends_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(now_s: float) -> Any:
+        raise KeyboardInterrupt
+
+    stream = llm.stream("streaming", GREEDY)
+    next(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._engine.engine.core.scheduler, "schedule", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("a", GREEDY, use_tqdm=False)
+    for call in (lambda: next(stream), lambda: llm.generate("a", GREEDY, use_tqdm=False)):
+        with pytest.raises(EngineDeadError, match="interrupted"):
+            call()
+
+
+def test_a_failed_step_does_not_lose_who_was_preempted(tiny_model_path: Path) -> None:
+    """The runner never hears of a plan: those who live on must not keep their old block tables."""
+    options = {**OPTIONS, "num_gpu_blocks_override": 12, "max_model_len": 40}
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with LLM(str(tiny_model_path), **options) as llm:
+        prompts = ["first one", "second one", "third one"]
+        expected = {p: tokens(llm, p, params) for p in prompts}
+        core = llm._engine.engine.core
+        execute = core._execute
+        assert execute is not None
+        failed: list[int] = []
+
+        def fail_at_preemption(plan: Any) -> Any:
+            if plan.preempted and not failed:
+                failed.extend(plan.preempted)
+                raise RuntimeError("lost")
+            result = execute(plan)
+            inputs = execute.__self__.inputs  # type: ignore[attr-defined]
+            for seq in plan.seqs:
+                assert inputs.block_table(seq.seq_id) == list(core.kv.block_table(seq.seq_id))
+            return result
+
+        core._execute = fail_at_preemption
+        streams = {p: llm.stream(p, params) for p in prompts}
+        ends: dict[str, list[int]] = {}
+        while streams:
+            for prompt, stream in list(streams.items()):
+                try:
+                    output = next(stream)
+                except StepFailedError:
+                    del streams[prompt]
+                    continue
+                if output.finished:
+                    ends[prompt] = output.outputs[0].token_ids
+                    del streams[prompt]
+        assert failed and 0 < len(ends) < len(prompts)
+        assert ends == {p: expected[p] for p in ends}
+        assert_drained(llm)
+
+
+def test_a_stream_that_nobody_reads_is_aborted(llm: LLM) -> None:
+    stream = llm.stream("never read", GREEDY)
+    assert len(llm.block_tables()) == 1
+    del stream
+    gc.collect()
+    assert not llm.block_tables() and not llm._mail
 
 
 def test_damaged_weights_are_said_and_not_sampled_from(

@@ -195,7 +195,7 @@ def _plan_memory(config: EngineConfig, model: Decoder, available: int) -> Memory
     return plan_memory(
         available_bytes=available,
         weights_bytes=model.weight_bytes,
-        activation_bytes=activations,
+        activation_bytes=activations + model.transient_bytes(config.max_num_batched_tokens),
         logits_bytes=logits + sampling_bytes(num_rows, arch.vocab_size),
         shape=KVShape(arch.num_layers, arch.num_kv_heads, arch.head_dim, element_bytes),
         block_size=config.block_size,

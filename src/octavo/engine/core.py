@@ -6,7 +6,8 @@ This is the part that can live in its own process: everything that crosses its b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from octavo.engine.history import PoolHistory
 from octavo.errors import EngineDeadError, StepFailedError
@@ -39,6 +40,7 @@ class EngineCore:
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises `RequestCapacityError` for one that can never fit."""
+        self._check_open()
         self._stats[request.request_id] = self.scheduler.add(request)
 
     def abort(self, request_id: str) -> bool:
@@ -82,20 +84,26 @@ class EngineCore:
         Raises `StepFailedError` when the runner failed: the requests of that step are aborted and
         named, the others go on. An interrupt aborts them too: half a step cannot be taken back.
         """
-        if self._execute is None:
-            raise EngineDeadError("the engine is closed")
-        plan = self.scheduler.schedule(self.clock())
+        execute = self._check_open()
+        with self._deciding():
+            plan = self.scheduler.schedule(self.clock())
         if plan is None:
             return self.scheduler.take_updates()
         try:
-            result = self._execute(plan)
+            result = execute(plan)
         except BaseException as error:
             failed = self._failed(plan, error)
             if isinstance(error, Exception):
                 raise failed from error
             raise
-        self.history.record(plan)
-        return self.scheduler.update(result, self.clock())
+        with self._deciding():
+            self.history.record(plan)
+            return self.scheduler.update(result, self.clock())
+
+    @property
+    def live_request_ids(self) -> set[str]:
+        """Requests that have not ended and been answered."""
+        return set(self._stats)
 
     def close(self) -> None:
         """Abort everything and let go of the runner, with it weights and pool."""
@@ -103,10 +111,25 @@ class EngineCore:
             self.abort(request_id)
         self._execute = None
 
+    def _check_open(self) -> Execute:
+        if self._execute is None:
+            raise EngineDeadError("the engine is closed, or was interrupted while it decided")
+        return self._execute
+
+    @contextmanager
+    def _deciding(self) -> Iterator[None]:
+        """Half a decision leaves tables and counts that nobody can trust: the engine ends there."""
+        try:
+            yield
+        except BaseException:
+            self._execute = None
+            raise
+
     def _failed(self, plan: StepPlan, error: BaseException) -> StepFailedError:
         request_ids = self.scheduler.request_ids_of(seq.seq_id for seq in plan.seqs)
         for request_id in request_ids:
             self.abort(request_id)
+        self.scheduler.retell(plan)
         return StepFailedError(
             f"step {plan.step_id} failed with {type(error).__name__}: {error}; aborted "
             f"{len(request_ids)} requests: {', '.join(request_ids)}",

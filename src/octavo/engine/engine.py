@@ -8,7 +8,6 @@ from __future__ import annotations
 from octavo.engine.core import EngineCore
 from octavo.engine.input import InputProcessor, Prompt
 from octavo.engine.output import OutputKind, OutputProcessor
-from octavo.errors import StepFailedError
 from octavo.outputs import RequestOutput
 from octavo.request import SamplingParams
 
@@ -41,12 +40,20 @@ class Engine:
             request_id, prompt, params, arrival_s=self.core.clock(), priority=priority
         )
         self.core.add_request(request)
-        self.outputs.add(request, text, params, kind)
+        try:
+            self.outputs.add(request, text, params, kind)
+        except BaseException:
+            self.core.abort(request_id)
+            raise
 
     def abort(self, request_id: str) -> bool:
         """Drop a request; False if it is not (or no longer) here."""
         self.outputs.drop(request_id)
         return self.core.abort(request_id)
+
+    def has(self, request_id: str) -> bool:
+        """Whether a request still waits, runs, or has news to be told."""
+        return self.outputs.has(request_id)
 
     def has_unfinished(self) -> bool:
         """Whether any request still waits or runs."""
@@ -56,9 +63,8 @@ class Engine:
         """One iteration: what changed, per request."""
         try:
             updates = self.core.step()
-        except StepFailedError as error:
-            for request_id in error.request_ids:
-                self.outputs.drop(request_id)
+        except BaseException:
+            self.outputs.keep_only(self.core.live_request_ids)
             raise
         outputs, stopped = self.outputs.process(updates, self.core.clock(), self.core.stats)
         for seq_id, stop_string in stopped:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from octavo.config import EngineConfig
 from octavo.engine.input import Prompt
 from octavo.engine.output import OutputKind
-from octavo.errors import EngineDeadError, InvalidRequestError
+from octavo.errors import EngineDeadError, InvalidRequestError, StepFailedError
 from octavo.outputs import RequestOutput
 from octavo.request import SamplingParams
 
@@ -146,7 +147,10 @@ class LLM:
         """
         params = sampling_params or SamplingParams()
         request_id = self._add(prompt, params, OutputKind.CUMULATIVE, priority)
-        return self._stream(request_id)
+        stream = self._stream(request_id)
+        # A generator that is dropped before its first value never reaches its `finally`.
+        weakref.finalize(stream, self._forget, [request_id])
+        return stream
 
     def stream_chat(
         self,
@@ -186,14 +190,19 @@ class LLM:
                 parameter="priority",
             )
         request_id = str(next(self._ids))
-        self._engine.engine.add(request_id, prompt, params, priority=priority, kind=kind)
         self._mail[request_id] = deque()
+        try:
+            self._engine.engine.add(request_id, prompt, params, priority=priority, kind=kind)
+        except BaseException:
+            del self._mail[request_id]
+            raise
         return request_id
 
     def _step(self) -> None:
         """One step of everything that runs; outputs go to whoever waits for them."""
         for output in self._engine.engine.step():
-            self._mail[output.request_id].append(output)
+            if output.request_id in self._mail:
+                self._mail[output.request_id].append(output)
 
     def _stream(self, request_id: str) -> Iterator[RequestOutput]:
         mail = self._mail[request_id]
@@ -225,8 +234,11 @@ class LLM:
         return [ends[request_id] for request_id in request_ids]
 
     def _check_alive(self, request_id: str) -> None:
-        if not self._engine.engine.has_unfinished():
-            raise EngineDeadError(f"request {request_id} was aborted")
+        if not self._engine.engine.has(request_id):
+            raise StepFailedError(
+                f"request {request_id} was aborted when the step that it shared with others failed",
+                request_ids=[request_id],
+            )
 
     def _forget(self, request_ids: list[str]) -> None:
         """Abort those that still run and stop keeping mail for them."""

@@ -59,6 +59,14 @@ class OutputProcessor:
         assert request.request_id not in self._records, f"request {request.request_id} is there"
         self._records[request.request_id] = _Record(request, prompt, params, kind, self._texts)
 
+    def has(self, request_id: str) -> bool:
+        """Whether the request has not had its last output."""
+        return request_id in self._records
+
+    def keep_only(self, request_ids: set[str]) -> None:
+        """Forget all other requests."""
+        self._records = {i: record for i, record in self._records.items() if i in request_ids}
+
     def drop(self, request_id: str) -> None:
         """Forget a request without an output; one that is not here is fine."""
         self._records.pop(request_id, None)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from octavo.errors import CapacityError
 from octavo.util import cdiv, human_bytes
 
-
 _LESS = (
     "free some memory, take a smaller --model, or lower --max-num-batched-tokens (activations) or "
     "--max-num-seqs (logits)"

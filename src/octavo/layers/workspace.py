@@ -1,7 +1,7 @@
 """Buffers that every step writes its activations into.
 
-Made once for the largest step: a step then allocates nothing, its memory is known to the byte, and
-its addresses never change, so that recorded kernel calls can be replayed.
+Made once for the largest step: their memory is known before the pool is sized, and their addresses
+never change, so that recorded kernel calls can be replayed.
 """
 
 from __future__ import annotations

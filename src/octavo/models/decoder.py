@@ -214,12 +214,24 @@ class Decoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of all weights as they are held, packed copies included."""
+        """Memory of all weights as they are held, packed copies and rotary tables included."""
         parts: list[Linear | Gated | RMSNorm | Embedding] = [self.embed, self.final_norm, self.head]
         for layer in self.layers:
             parts += [layer.attn_norm, layer.qkv, layer.out]
             parts += [layer.mlp_norm, layer.gate_up, layer.down]
-        return sum(part.num_bytes for part in parts)
+        norms = [layer.qk_norm.query_weight for layer in self.layers if layer.qk_norm is not None]
+        return (
+            sum(part.num_bytes for part in parts)
+            + self.rotary.table.nbytes
+            + 2 * sum(norm.nbytes for norm in norms)
+        )
+
+    def transient_bytes(self, num_tokens: int) -> int:
+        """What a layer of a step allocates beside the workspace: nothing where it is replayable."""
+        if self.replayable:
+            return 0
+        width = 2 * self.arch.intermediate_size + self.arch.hidden_size
+        return num_tokens * width * self.dtype.itemsize
 
 
 def _norm_from(tensors: dict[str, Tensor], arch: ModelArch) -> RMSNorm:

@@ -73,8 +73,8 @@ class InputBatch:
     block_size: tokens in a block; max_num_seqs: most sequences with blocks at one time;
     max_num_tokens: most tokens in a step; max_blocks_per_seq: longest block table.
 
-    A batch's tensors are the first rows of buffers made here once, and last until the next batch:
-    no step allocates them, and their addresses never change.
+    A batch's tensors are the first rows of buffers made here once, and last until the next batch;
+    their addresses never change.
     """
 
     def __init__(
@@ -153,6 +153,7 @@ class InputBatch:
         shift = np.repeat(starts - query_start_loc[:-1], counts)
         positions = np.arange(len(token_ids), dtype=np.int64) + shift
         seq_lens = starts + counts
+        assert (rows >= 0).all(), "a sequence without blocks is in the plan"
         block_ids = self._tables[np.repeat(rows, counts), positions // self.block_size]
         slots = block_ids.astype(np.int64) * self.block_size + positions % self.block_size
         prompt_lens = np.fromiter((s.num_prompt_tokens for s in states), np.int64, len(seqs))
@@ -163,11 +164,17 @@ class InputBatch:
             positions=_put(into.positions, positions),
             prompt_lens=_put(into.prompt_lens, np.repeat(prompt_lens, counts)),
             slot_mapping=_put(into.slot_mapping, slots),
-            block_tables=_put(into.block_tables, self._tables[rows]),
+            block_tables=self._put_tables(rows, max(s.num_blocks for s in states)),
             seq_lens=_put(into.seq_lens, seq_lens),
             query_start_loc=_put(into.query_start_loc, query_start_loc),
             last_rows=_put(into.last_rows, query_start_loc[1:][sampled] - 1),
         )
+
+    def _put_tables(self, rows: Ints, width: int) -> Tensor:
+        """The block tables of `rows`: columns from `width` on are left as they are, unread."""
+        tables = self._buffers.block_tables[: len(rows)]
+        tables.numpy()[:, :width] = self._tables[rows, :width]
+        return tables
 
 
 def _put(buffer: Tensor, values: NDArray[np.integer[Any]]) -> Tensor:

@@ -62,8 +62,9 @@ class Runner:
         logits = self.model.logits(hidden[batch.last_rows], self.workspace)
         return StepResult(plan.step_id, self._sample(plan.seqs, logits), prompt)
 
+    @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Tensor:
-        """All of a plan but the sampling: hidden states [num_tokens, hidden_size]."""
+        """All of a plan but the sampling: hidden states [num_tokens, hidden_size]; for tests."""
         self._apply(plan)
         batch = self.inputs.build(plan.seqs)
         return self.model.forward(batch.token_ids, self._context(batch))
@@ -73,6 +74,7 @@ class Runner:
         return self.model.logits(hidden, self.workspace)
 
     def _apply(self, plan: StepPlan) -> None:
+        self.inputs.apply(plan)
         for seq_id in plan.finished:
             self.sampling.forget(seq_id)
             self._num_prompt_logprobs.pop(seq_id, None)
@@ -82,7 +84,6 @@ class Runner:
             if new.sampler.num_prompt_logprobs is not None:
                 self._num_prompt_logprobs[new.seq_id] = new.sampler.num_prompt_logprobs
                 self._prompt_logprobs_done[new.seq_id] = 0
-        self.inputs.apply(plan)
         self.kv_store.copy(plan.copies)
 
     def _context(self, batch: Batch) -> ForwardContext:

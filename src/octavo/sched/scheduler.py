@@ -265,6 +265,13 @@ class Scheduler:
         updates, self._updates = self._updates, []
         return updates
 
+    def retell(self, plan: StepPlan) -> None:
+        """The runner failed in this plan, and may not have heard who ended or was preempted: the
+        next plan says it again. To be called once the requests of the plan are aborted."""
+        roster = self._roster
+        roster.to_forget[:0] = plan.finished
+        roster.to_empty[:0] = [i for i in plan.preempted if i in roster.sequences]
+
     # -- what is going on
 
     def has_unfinished(self) -> bool:

@@ -236,11 +236,10 @@ class _Recording(threading.local):
 _recording = _Recording()
 
 
-def start_recording() -> list[tuple[int, bytes]]:
-    """From now on the calls of this thread are also put, as (address, arguments), into the list."""
+def start_recording(calls: list[tuple[int, bytes]]) -> None:
+    """From now on the calls of this thread are also put, as (address, arguments), into `calls`."""
     assert _recording.calls is None, "kernel calls are being recorded already"
-    _recording.calls, _recording.replayable = [], True
-    return _recording.calls
+    _recording.replayable, _recording.calls = True, calls
 
 
 def stop_recording() -> bool:

@@ -47,8 +47,9 @@ def record() -> Iterator[list[Trace]]:
     that does not outlive the call).
     """
     found: list[Trace] = []
-    calls = native.start_recording()
+    calls: list[tuple[int, bytes]] = []
     try:
+        native.start_recording(calls)
         yield found
     finally:
         replayable = native.stop_recording()

@@ -61,7 +61,7 @@ struct attn_task {
     const struct attn_task *next; /* what this thread does afterwards, or null */
 };
 
-/* Scratch of one thread, carved from one allocation of attn_scratch_bytes(). */
+/* Scratch of one thread, carved from one allocation of make_scratch(). */
 struct attn_scratch {
     const char *key_rows[ATTN_TILE], *value_rows[ATTN_TILE]; /* of this tile */
     float *query;        /* [rows][head_dim], in the type the kernel multiplies */

@@ -62,7 +62,7 @@ int octavo_isa(void);
 #define OCTAVO_BUILDS_AMX (OCTAVO_X86 && OCTAVO_COMPILER(11, 12))
 
 /* Element types as the launchers pass them. */
-enum octavo_dtype { OCTAVO_F32 = 0, OCTAVO_BF16 = 1, OCTAVO_F16 = 2 };
+enum octavo_dtype { OCTAVO_F32 = 0, OCTAVO_BF16 = 1 };
 
 /* One unit of a job; see octavo_parallel. */
 typedef void (*octavo_body)(void *arg, int64_t unit);
@@ -73,7 +73,7 @@ typedef void (*octavo_body)(void *arg, int64_t unit);
  * a second job at the same time runs on its caller alone. */
 void octavo_parallel(octavo_body body, void *arg, int64_t num_units, int num_threads);
 
-/* Calls body(arg) up to num_threads times, on as many threads as are free. A body takes its work
+/* Calls body(arg) num_threads times, on as many threads as are free. A body takes its work
  * from an atomic counter in arg, so that one call alone finishes it. */
 void octavo_team(void (*body)(void *), void *arg, int num_threads);
 

@@ -17,7 +17,7 @@
 #include <stdatomic.h>
 #include <time.h>
 
-enum { SPIN_NS = 100000, SPINS_BETWEEN_LOOKS = 64, SPINS_BEFORE_YIELD = 4096 };
+enum { SPIN_NS = 100000, SPINS_BETWEEN_LOOKS = 64, SPINS_BEFORE_YIELD = 4096, MAX_THREADS = 4096 };
 
 /* pool.ticket: the job's number, whether workers may still join it, and how many are in it. */
 #define JOINED_MASK UINT64_C(0x7fff)
@@ -36,8 +36,8 @@ static struct {
     octavo_body body;
     void *arg;
     int64_t num_units;
-    uint64_t max_joined;
-    int caller_cpu;
+    _Atomic uint64_t max_joined; /* these two are also read by workers that then stay outside */
+    atomic_int caller_cpu;
 } pool = {
     .caller = PTHREAD_MUTEX_INITIALIZER,
     .lock = PTHREAD_MUTEX_INITIALIZER,
@@ -88,8 +88,8 @@ static void leave_cpu(int cpu, const cpu_set_t *allowed) { (void)cpu, (void)allo
 static void sleep_until_news(uint64_t last_job) {
     pthread_mutex_lock(&pool.lock);
     atomic_fetch_add(&pool.num_sleeping, 1);
-    while (!is_news(atomic_load(&pool.ticket), last_job))
-        pthread_cond_wait(&pool.wake, &pool.lock);
+    /* Once woken it looks out for SPIN_NS again, even if it came too late for this job. */
+    if (!is_news(atomic_load(&pool.ticket), last_job)) pthread_cond_wait(&pool.wake, &pool.lock);
     atomic_fetch_sub(&pool.num_sleeping, 1);
     pthread_mutex_unlock(&pool.lock);
 }
@@ -101,13 +101,14 @@ static void *work(void *unused) {
 #if defined(__linux__)
     sched_getaffinity(0, sizeof allowed, &allowed);
 #endif
-    for (int spins = 0;; spins++) {
+    for (unsigned spins = 0;; spins++) {
         uint64_t ticket = atomic_load(&pool.ticket);
         if (is_news(ticket, last_job)) {
+            /* Before joining: from then on the caller waits. */
+            const int cpu = atomic_load(&pool.caller_cpu);
+            if (cpu >= 0 && cpu == current_cpu()) leave_cpu(cpu, &allowed);
             if (!atomic_compare_exchange_strong(&pool.ticket, &ticket, ticket + 1)) continue;
             last_job = ticket >> JOB_SHIFT;
-            if (pool.caller_cpu >= 0 && pool.caller_cpu == current_cpu())
-                leave_cpu(pool.caller_cpu, &allowed);
             run_units();
             atomic_fetch_sub(&pool.ticket, 1);
             since = now_ns();
@@ -144,6 +145,7 @@ static void start_workers(int wanted) {
 }
 
 void octavo_parallel(octavo_body body, void *arg, int64_t num_units, int num_threads) {
+    if (num_threads > MAX_THREADS) num_threads = MAX_THREADS;
     if (num_threads > num_units) num_threads = (int)num_units;
     if (num_threads <= 1 || pthread_mutex_trylock(&pool.caller)) {
         for (int64_t unit = 0; unit < num_units; unit++) body(arg, unit);
@@ -153,8 +155,8 @@ void octavo_parallel(octavo_body body, void *arg, int64_t num_units, int num_thr
     pool.body = body;
     pool.arg = arg;
     pool.num_units = num_units;
-    pool.max_joined = (uint64_t)(num_threads - 1);
-    pool.caller_cpu = current_cpu();
+    atomic_store(&pool.max_joined, (uint64_t)(num_threads - 1));
+    atomic_store(&pool.caller_cpu, current_cpu());
     atomic_store(&pool.next_unit, 0);
     const uint64_t job = (atomic_load(&pool.ticket) >> JOB_SHIFT) + 1;
     atomic_store(&pool.ticket, job << JOB_SHIFT | OPEN_BIT);
@@ -165,7 +167,7 @@ void octavo_parallel(octavo_body body, void *arg, int64_t num_units, int num_thr
     }
     run_units();
     atomic_fetch_and(&pool.ticket, ~OPEN_BIT);
-    for (int spins = 0; atomic_load(&pool.ticket) & JOINED_MASK; spins++) {
+    for (unsigned spins = 0; atomic_load(&pool.ticket) & JOINED_MASK; spins++) {
         if (spins < SPINS_BEFORE_YIELD)
             pause_cpu();
         else
