@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.ops.cpu import gemm
 
 pytestmark = pytest.mark.model
 
@@ -123,3 +124,18 @@ def test_constant_preemption(
     )
     assert num_preemptions >= 20
     assert tokens == expected
+
+
+@pytest.mark.skipif(not gemm.is_available(), reason="needs the packed bf16 kernel")
+def test_bfloat16_is_exact_too(default_model_path: Path, prompts: list[list[int]]) -> None:
+    """octavo's own kernels compute a row alike in any batch, chunk and block size: no near-ties."""
+    bf16 = {"dtype": "bfloat16"}
+    expected = run(default_model_path, prompts, **bf16)[0]
+    for options in (
+        {"block_size": 1},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 16},
+        {"block_size": 8, "num_gpu_blocks_override": 40, "max_model_len": 320},
+    ):
+        assert run(default_model_path, prompts, **bf16, **options)[0] == expected, options
+    alone = run(default_model_path, prompts[::4], **bf16, max_num_seqs=1)[0]
+    assert alone == expected[::4]
