@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,17 @@ def default_model_path() -> Path:
     from octavo.weights.locate import locate
 
     return locate(DEFAULT_MODEL).path
+
+
+@pytest.fixture(scope="module")
+def one_torch_thread() -> Iterator[None]:
+    """Tiny products gain nothing from more threads, and wait for each other on busy machines."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 TINY_CONFIG = {

@@ -6,7 +6,6 @@ than the prompt, positions beyond the trained context).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +77,7 @@ PROMPT_LENS = (1, 7, 41)
 NUM_NEW = 20
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two would mostly wait for each other on models this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))

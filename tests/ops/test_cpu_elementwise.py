@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,20 +22,7 @@ each_isa = pytest.mark.parametrize("isa", ISAS)
 examples = settings(max_examples=30, deadline=None, derandomize=True)
 
 
-@pytest.fixture(autouse=True)
-def best_isa_afterwards() -> Iterator[None]:
-    yield
-    if native.load() is not None:
-        native.set_isa(None)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_torch_thread() -> Iterator[None]:
-    """The reference's tiny operations gain nothing from more, and wait on busy machines."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("best_isa_afterwards", "one_torch_thread")
 
 
 def use_isa(name: str) -> None:

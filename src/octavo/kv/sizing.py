@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.errors import CapacityError
 from octavo.util import cdiv, human_bytes
@@ -183,17 +183,7 @@ def plan_memory(
         raise CapacityError(_no_block(base, kv_cache_memory_bytes, kv_share))
     if require_max_model_len and num_blocks * block_size < max_model_len:
         raise CapacityError(_no_max_model_len(base, num_blocks, chosen_by))
-    return MemoryPlan(
-        available_bytes=available_bytes,
-        weights_bytes=weights_bytes,
-        activation_bytes=activation_bytes,
-        logits_bytes=logits_bytes,
-        shape=shape,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        max_model_len=max_model_len,
-        chosen_by=chosen_by,
-    )
+    return replace(base, num_blocks=num_blocks, chosen_by=chosen_by)
 
 
 def _left_for_kv(plan: MemoryPlan) -> str:

@@ -34,11 +34,6 @@ class KVStore:
         if device.type == "cpu":
             use_huge_pages(self.data)
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the pool."""
-        return self.data.numel() * self.data.element_size()
-
     def copy(self, copies: list[BlockCopy]) -> None:
         """Copy whole blocks, in order. A later copy may read what an earlier one wrote."""
         for src, dst in copies:

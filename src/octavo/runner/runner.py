@@ -55,7 +55,7 @@ class Runner:
         if self._replay is not None and _only_decodes(plan):
             logits = self._replay.logits(len(plan.seqs), lambda: self._decode(batch))
             return StepResult(plan.step_id, self._sample(plan.seqs, logits))
-        hidden = self.model.forward(batch.token_ids, self._context(batch))
+        hidden = self._hidden(batch)
         prompt = self._prompt_logprobs(plan.seqs, hidden) if self._num_prompt_logprobs else {}
         if not len(batch.last_rows):
             return StepResult(plan.step_id, [], prompt)
@@ -66,12 +66,13 @@ class Runner:
     def forward(self, plan: StepPlan) -> Tensor:
         """All of a plan but the sampling: hidden states [num_tokens, hidden_size]; for tests."""
         self._apply(plan)
-        batch = self.inputs.build(plan.seqs)
+        return self._hidden(self.inputs.build(plan.seqs))
+
+    def _hidden(self, batch: Batch) -> Tensor:
         return self.model.forward(batch.token_ids, self._context(batch))
 
     def _decode(self, batch: Batch) -> Tensor:
-        hidden = self.model.forward(batch.token_ids, self._context(batch))
-        return self.model.logits(hidden, self.workspace)
+        return self.model.logits(self._hidden(batch), self.workspace)
 
     def _apply(self, plan: StepPlan) -> None:
         self.inputs.apply(plan)
