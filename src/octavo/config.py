@@ -21,7 +21,12 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 MAX_THREADS = 1024
 """Far more than any machine makes use of; far fewer than bring a process down."""
 
+MAX_SWAP_SPACE = 65_536
+"""GiB: more than any host has."""
+
 KVPolicy = Literal["paged"]
+PreemptionMode = Literal["recompute", "swap", "auto"]
+PreemptionVictim = Literal["last-come", "lowest-cost", "priority"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
 
@@ -53,6 +58,23 @@ class EngineConfig:
     """Exact number of KV blocks (the name is vLLM's; it holds for CPUs too)."""
     kv_policy: KVPolicy = "paged"
     """How sequences get KV memory."""
+    enable_prefix_caching: bool = True
+    """Keep the KV of finished requests while there is room, and reuse it where prompts begin
+    alike."""
+    preemption_mode: PreemptionMode = "auto"
+    """What becomes of a preempted sequence's KV: recompute it later, swap it to host memory, or
+    whichever is cheaper by measured speeds."""
+    preemption_victim: PreemptionVictim = "last-come"
+    """Who is preempted when the pool is full: the last come, the cheapest to bring back, or the
+    one with the largest priority number."""
+    swap_space: float | None = None
+    """GiB of host memory for preempted sequences and evicted cached blocks; by default a quarter
+    of what is left beside the KV pool, at most 4 and at most four times the pool. 0 turns it
+    off."""
+    kv_disk_dir: str | None = None
+    """Folder for cached blocks that host memory has no room for; they survive a restart."""
+    kv_disk_bytes: int = 4 * 2**30
+    """Most bytes kept in kv_disk_dir."""
     scheduling_policy: SchedulingPolicy = "fcfs"
     """Order in which waiting requests are admitted; priority: smaller numbers first."""
     seed: int = 0
@@ -67,10 +89,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in (
             "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens",
-            "kv_cache_memory_bytes", "num_gpu_blocks_override", "num_threads",
+            "kv_cache_memory_bytes", "num_gpu_blocks_override", "num_threads", "kv_disk_bytes",
         ):  # fmt: skip
             value = getattr(self, name)
-            if value is None and name not in ("block_size", "max_num_seqs"):
+            if value is None and name not in ("block_size", "max_num_seqs", "kv_disk_bytes"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
@@ -80,6 +102,7 @@ class EngineConfig:
             if not isinstance(value, str) or value not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
         self._check_text_and_switches()
+        self._check_tiers()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
@@ -97,16 +120,38 @@ class EngineConfig:
             raise ConfigError(f"seed must be a whole number, got {self.seed!r}")
 
     def _check_text_and_switches(self) -> None:
-        for name in ("model", "tokenizer", "revision"):
+        for name in ("model", "tokenizer", "revision", "kv_disk_dir"):
             value = getattr(self, name)
             if isinstance(value, PathLike):
                 value = fspath(value)
                 object.__setattr__(self, name, value)
             if not isinstance(value, str) and (value is not None or name == "model"):
                 raise ConfigError(f"{name} must be a string, got {value!r}")
-        if not isinstance(self.skip_tokenizer_init, bool):
+        for name in ("skip_tokenizer_init", "enable_prefix_caching"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+
+    def _check_tiers(self) -> None:
+        space = self.swap_space
+        number = isinstance(space, int | float) and not isinstance(space, bool)
+        if space is not None and (not number or not 0 <= space <= MAX_SWAP_SPACE):
             raise ConfigError(
-                f"skip_tokenizer_init must be True or False, got {self.skip_tokenizer_init!r}"
+                f"swap_space must be a number of GiB from 0 to {MAX_SWAP_SPACE}, got {space!r}"
+            )
+        if space == 0 and self.preemption_mode == "swap":
+            raise ConfigError(
+                "preemption_mode='swap' needs host memory and swap_space is 0: raise --swap-space "
+                "or use --preemption-mode recompute"
+            )
+        if self.kv_disk_dir is not None and space == 0:
+            raise ConfigError(
+                "kv_disk_dir needs host memory to pass blocks through and swap_space is 0: raise "
+                "--swap-space or leave --kv-disk-dir out"
+            )
+        if self.kv_disk_dir is not None and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"kv_disk_dir={self.kv_disk_dir!r} keeps cached blocks, and enable_prefix_caching "
+                "is off: leave one of the two out"
             )
 
     @classmethod
@@ -131,5 +176,7 @@ _CHOICES: dict[str, Any] = {
     "dtype": DType,
     "load_format": LoadFormat,
     "kv_policy": KVPolicy,
+    "preemption_mode": PreemptionMode,
+    "preemption_victim": PreemptionVictim,
     "scheduling_policy": SchedulingPolicy,
 }

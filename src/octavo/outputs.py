@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from octavo.request import FinishReason
 
@@ -37,11 +38,50 @@ class CompletionOutput:
     """None while it still runs."""
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended it; None for end-of-sequence and length."""
+    score: float | None = None
+    """What it was ranked by: of `best_of` the mean logprob a token, of a beam its sum of logprobs
+    over the length penalty. None where nothing is ranked."""
+
+
+class MissReason(StrEnum):
+    """Why a prompt's block was not found in the prefix cache."""
+
+    NEVER_SEEN = "never seen"
+    EVICTED = "evicted"
+    DIVERGED = "diverged"
+    SHORT = "shorter than a block"
+    OTHER_SALT = "other salt"
+    NOT_ASKED = "not asked"
+    """Prompt logprobs need the prompt computed, or the cache is off."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMiss:
+    """A run of consecutive prompt blocks that were computed, and the one reason for it."""
+
+    first_block: int
+    """Index in the prompt, from 0."""
+    num_blocks: int
+    reason: MissReason
+    evicted_s_ago: float | None = None
+    """Seconds since the first of them was evicted (EVICTED)."""
+    diverged_at: int | None = None
+    """Position of the first token of the prompt that no cached block has (DIVERGED)."""
+
+    def __str__(self) -> str:
+        last = self.first_block + self.num_blocks - 1
+        where = f"block {last}" if self.num_blocks == 1 else f"blocks {self.first_block}-{last}"
+        detail = ""
+        if self.evicted_s_ago is not None:
+            detail = f" {self.evicted_s_ago:.1f} s ago"
+        if self.diverged_at is not None:
+            detail = f" at token {self.diverged_at}"
+        return f"{where}: {self.reason}{detail}"
 
 
 @dataclass(slots=True)
 class RequestKVUsage:
-    """What a request cost the KV pool."""
+    """What a request cost the KV pool, and what it found there."""
 
     peak_blocks: int = 0
     """Most physical blocks its sequences referenced at one time."""
@@ -49,6 +89,14 @@ class RequestKVUsage:
     """Integral over time of the blocks referenced."""
     shared_tokens: int = 0
     """Most token states at one time that it held together with another sequence."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV another request had left or was holding when it first started."""
+    resumed_tokens: int = 0
+    """Tokens whose KV it found again after preemptions instead of computing it again."""
+    forked_tokens: int = 0
+    """Tokens whose KV its sequences took over from each other by forking."""
+    misses: tuple[PrefixMiss, ...] = ()
+    """Why the other blocks of the prompt had to be computed, in order."""
 
 
 @dataclass(slots=True)
@@ -94,4 +142,30 @@ class RequestOutput:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     num_cached_tokens: int = 0
     """Prompt tokens whose KV was found in the pool instead of computed."""
+    kv: RequestKVUsage = field(default_factory=RequestKVUsage)
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One finished beam."""
+
+    tokens: list[int]
+    """Prompt and output."""
+    text: str | None
+    """Text of the output; None without a tokenizer."""
+    cum_logprob: float
+    """Sum of the output's logprobs."""
+    score: float
+    """`cum_logprob` over the length penalty: what beams are ranked by."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The beams of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
+    request_id: str = ""
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
     kv: RequestKVUsage = field(default_factory=RequestKVUsage)

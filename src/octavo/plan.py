@@ -11,18 +11,48 @@ immutable record Python has.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple
 
 from octavo.request import SamplerParams
+
+
+class CopyKind(Enum):
+    """Between which memories a block is copied."""
+
+    WITHIN = auto()
+    """Pool block to pool block."""
+    TO_HOST = auto()
+    """Pool block to host block."""
+    FROM_HOST = auto()
+    """Host block to pool block."""
+    TO_DISK = auto()
+    """Host block to disk block; the copy has a `label`."""
+    FROM_DISK = auto()
+    """Disk block, fetched and verified while the step was planned, to pool block."""
+
+
+class BlockLabel(NamedTuple):
+    """What a stored block holds, in terms that outlive the process."""
+
+    digest: bytes
+    """Hash of the salt and of all tokens up to the block's end."""
+    parent: bytes
+    """The digest of the block before it; of the first block, the hash of the salt alone."""
+    token_ids: tuple[int, ...]
+    """The tokens whose KV it holds: a whole block of them."""
 
 
 class BlockCopy(NamedTuple):
     """Copy one whole block, over all layers, before this step computes anything."""
 
     src: int
-    """Block id to read."""
+    """Block to read."""
     dst: int
-    """Block id to write; its only owner is the sequence that made the copy necessary."""
+    """Block to write."""
+    kind: CopyKind = CopyKind.WITHIN
+    label: BlockLabel | None = None
+    """Of a block on its way to disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +67,36 @@ class NewSeq:
     """How to sample its tokens."""
     sample_index: int = 0
     """Which of the request's `n` samples this is; with the seed it fixes the random stream."""
+
+
+class SeqFork(NamedTuple):
+    """A sequence that begins as another one's copy: tokens and sampling state."""
+
+    parent_id: int
+    """A sequence that the runner knows (or has met in this plan's `new_seqs` or earlier forks)."""
+    child_id: int
+    """The new sequence."""
+    num_tokens: int
+    """How many of the parent's tokens it takes over."""
+    sampler: SamplerParams
+    """How to sample its tokens."""
+    sample_index: int
+    """Which of the request's samples it is."""
+
+
+class BeamDraw(NamedTuple):
+    """The beams of one request, which together choose their continuations.
+
+    Their `SeqPlan`s have `sample=True`, but no token is sampled: `StepResult.beams` has the
+    candidates, and what the scheduler makes of them comes as `forks` and `appends` of a later plan.
+    """
+
+    seq_ids: tuple[int, ...]
+    """The beams that are in this step, by beam index."""
+    scores: tuple[float, ...]
+    """Sum of logprobs of each beam so far (float32 values)."""
+    num_candidates: int
+    """How many of the best continuations over all beams and tokens are wanted."""
 
 
 class SeqPlan(NamedTuple):
@@ -57,20 +117,34 @@ class SeqPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One iteration, in the order in which the runner must act on its parts."""
+    """One iteration, in the order in which the runner must act on its parts.
+
+    A plan without `seqs` is carried out too: it only brings memory and tables up to date.
+    """
 
     step_id: int
     """Counts up from 0; the result carries it back."""
+    new_seqs: list[NewSeq] = field(default_factory=list)
+    """Sequences that appear in `seqs` for the first time."""
+    forks: list[SeqFork] = field(default_factory=list)
+    """Sequences that begin as copies, in this order. They have no blocks yet."""
+    appends: list[tuple[int, int]] = field(default_factory=list)
+    """(sequence, token) that the scheduler chose (beams); the runner did not sample them."""
     finished: list[int] = field(default_factory=list)
     """Sequences to forget: they ended or were aborted since the last plan."""
     preempted: list[int] = field(default_factory=list)
     """Sequences that lost all their blocks; their tokens and sampling state stay."""
-    new_seqs: list[NewSeq] = field(default_factory=list)
-    """Sequences that appear in `seqs` for the first time."""
+    moved: list[tuple[int, int]] = field(default_factory=list)
+    """(old, new) block ids, to be replaced in every block table, all at once (the pool shrinks)."""
     copies: list[BlockCopy] = field(default_factory=list)
     """Block copies, to be done in this order before any block is written."""
     seqs: list[SeqPlan] = field(default_factory=list)
     """What runs. A sequence appears at most once."""
+    extra_draws: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Sequence of `seqs` with `sample=True` -> further sequences, forked from it in this plan, that
+    each draw a token of their own from the same logits (parallel sampling's first token)."""
+    beams: list[BeamDraw] = field(default_factory=list)
+    """Requests that decode by beam search in this step."""
 
     @property
     def num_tokens(self) -> int:
@@ -101,13 +175,33 @@ class SeqResult(NamedTuple):
     """Present when the request asked for `logprobs`."""
 
 
+class BeamCandidate(NamedTuple):
+    """One continuation of one beam."""
+
+    beam: int
+    """Index in `BeamDraw.seq_ids`."""
+    token_id: int
+    score: float
+    """The beam's score plus the token's logprob, in float32."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The runner's answer to one plan."""
 
     step_id: int
     sampled: list[SeqResult]
-    """One entry for each `SeqPlan` with `sample=True`, in the plan's order."""
+    """One entry for each sequence that drew a token: in the plan's order, each followed by its
+    `extra_draws`; beams are not among them."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """By sequence: logprobs of the prompt tokens whose predecessors were computed in this step.
     Over all steps a prompt of length L yields L - 1 entries (its first token has none), once."""
+    beams: list[list[BeamCandidate]] = field(default_factory=list)
+    """For each `BeamDraw` its best continuations, best first; among equal scores the lower beam,
+    then the lower token id."""
+    copy_s: float = 0.0
+    """Seconds that moving blocks to and from host memory took; other copies are not in it."""
+    num_host_copies: int = 0
+    """Blocks that were moved to or from host memory."""
+    compute_s: float = 0.0
+    """Seconds from the end of the copies to the last token drawn; 0 for a plan without `seqs`."""

@@ -6,7 +6,7 @@ import math
 import sys
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 from octavo.errors import InvalidRequestError
 
@@ -14,6 +14,8 @@ MAX_LOGPROBS = 50
 """Most top logprobs a request may ask for at one position."""
 MAX_N = 16_384
 """Most completions of one prompt: each is a sequence in memory from the first moment on."""
+MAX_BEAM_WIDTH = 64
+"""Most beams of a request: every step looks at width times a few candidates on the host."""
 _MAX_INT = 2**63 - 1
 
 
@@ -34,6 +36,9 @@ class SamplingParams:
 
     n: int = 1
     """Number of completions for the prompt."""
+    best_of: int | None = None
+    """Generate this many completions and return the `n` with the highest mean logprob a token; at
+    least `n`. They cannot be streamed."""
     presence_penalty: float = 0.0
     """Subtracted once from the logit of every token already generated; -2 to 2."""
     frequency_penalty: float = 0.0
@@ -92,6 +97,7 @@ class SamplingParams:
             self._check_number(name, low, high, low_open)
         for name, minimum, maximum in (
             ("n", 1, MAX_N),
+            ("best_of", 1, MAX_N),
             ("top_k", -1, _MAX_INT),
             ("min_tokens", 0, _MAX_INT),
             ("max_tokens", 1, _MAX_INT),
@@ -109,8 +115,15 @@ class SamplingParams:
         self._check_lists()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise self._refusal("min_tokens", f"must be at most max_tokens={self.max_tokens}")
+        if self.best_of is not None and self.best_of < self.n:
+            raise self._refusal("best_of", f"must be at least n={self.n}")
         if self.stop and not self.detokenize:
             raise self._refusal("stop", "needs detokenize=True: stop strings are found in text")
+
+    @property
+    def num_sequences(self) -> int:
+        """Completions that are generated: `best_of`, or `n`."""
+        return self.n if self.best_of is None else self.best_of
 
     def _refusal(self, name: str, rule: str) -> InvalidRequestError:
         value = getattr(self, name)
@@ -188,6 +201,52 @@ def _is_token_id(value: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """How a request is decoded by beam search. Names are vLLM's; rules are transformers'.
+
+    Raises `InvalidRequestError`, naming the field, for a value out of range or of the wrong type.
+    """
+
+    beam_width: int
+    """Beams that are kept, and completions that are returned; 1 to 64."""
+    max_tokens: int
+    """Most tokens to generate."""
+    ignore_eos: bool = False
+    """End-of-sequence does not end a beam."""
+    temperature: float = 0.0
+    """Logits are divided by it before the logprobs are taken; 0 leaves them as they are."""
+    length_penalty: float = 1.0
+    """A finished beam's score is its sum of logprobs divided by its length to this power."""
+    early_stopping: bool | Literal["never"] = False
+    """True: stop once `beam_width` beams have finished. False: stop when by a heuristic no better
+    one is likely. "never": stop when no better one is possible."""
+    include_stop_str_in_output: bool = False
+    """Keep the end-of-sequence token's text in the text."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("beam_width", 1, MAX_BEAM_WIDTH), ("max_tokens", 1, _MAX_INT)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise self._refusal(name, f"must be a whole number from {low} to {high}")
+        for name, least in (("temperature", 0.0), ("length_penalty", -sys.float_info.max)):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not least <= value <= sys.float_info.max:
+                at_least = " of at least 0" if least == 0 else ""
+                raise self._refusal(name, f"must be a finite number{at_least}")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise self._refusal(name, "must be True or False")
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise self._refusal("early_stopping", "must be True, False or 'never'")
+
+    def _refusal(self, name: str, rule: str) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"{name} {rule}, got {getattr(self, name)!r:.200}", parameter=name
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerParams:
     """What the runner needs to sample: numbers and token ids only, nothing about text."""
 
@@ -223,7 +282,11 @@ class Request:
     """At least one token."""
     sampler: SamplerParams = field(default_factory=SamplerParams)
     n: int = 1
-    """Sequences to generate."""
+    """Sequences to generate; under beam search the beam width."""
+    beam: BeamSearchParams | None = None
+    """Decode by beam search."""
+    cache_salt: str = ""
+    """Prefixes are shared only between requests of equal salt (a tenant, an adapter)."""
     max_tokens: int | None = None
     """Most tokens to generate per sequence; None: until the context or the pool is full."""
     eos_token_ids: frozenset[int] = frozenset()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from octavo.kv import BlockPool, BlockTable, Growth, SeqDemand
+from octavo.kv import BlockPool, BlockTable, Growth, GrowthDemand, SeqDemand
 from octavo.plan import BlockCopy
 from octavo.util import cdiv
 
@@ -17,6 +17,7 @@ class ContiguousPolicy:
 
     name = "contiguous"
     can_preempt = False
+    shares_blocks = False
 
     def __init__(self, max_tokens: int, *, batched: bool = False) -> None:
         self.max_tokens = max_tokens
@@ -37,7 +38,7 @@ class ContiguousPolicy:
     def num_external_blocks(self) -> int:
         return self.pool.num_free - len(self._free_runs()) * self.run_len
 
-    def can_admit(self, demand: SeqDemand, keep_free: int) -> bool:
+    def can_admit(self, demand: SeqDemand, keep_free: int, num_shared: int) -> bool:
         if self.batched and self.running:
             return False
         return demand.max_total_tokens <= self.max_tokens and bool(self._free_runs())
@@ -56,15 +57,19 @@ class ContiguousPolicy:
         assert num_tokens <= self.max_tokens, "the scheduler went beyond max_total_tokens"
         self.running = True
         table.exclusive_from = 0
-        return Growth(table.report(), None, None)
+        return Growth(table.report(), None)
 
-    def fork(self, parent: BlockTable, child: BlockTable) -> tuple[BlockCopy, ...] | None:
+    def can_grow_all(self, demands: Sequence[GrowthDemand]) -> bool:
+        return True
+
+    def fork(self, parent: BlockTable, child: BlockTable) -> bool:
         if not self.start(child):
-            return None
+            return False
         child.num_committed = parent.num_committed
         num_copied = cdiv(parent.num_committed, self.pool.block_size)
         pairs = zip(parent.block_ids[:num_copied], child.block_ids, strict=False)
-        return tuple(BlockCopy(src, dst) for src, dst in pairs)
+        self.pool.copies += [BlockCopy(src, dst) for src, dst in pairs]
+        return True
 
     def release(self, table: BlockTable) -> Sequence[BlockTable]:
         self.live.remove(table.seq_id)

@@ -27,7 +27,7 @@ def test_terms_of_sequences_that_will_and_will_not_fill_their_block() -> None:
     run(kv, 1, 9)
     ledger = kv.ledger()
     assert ledger.terms() == {
-        "tokens": 14, "reserved": 3 + 3, "internal": 4, "external": 0, "free": 56,
+        "tokens": 14, "reserved": 3 + 3, "internal": 4, "external": 0, "cached": 0, "free": 56,
     }  # fmt: skip
     assert (ledger.num_slots, ledger.num_bytes) == (80, 8000)
     assert sum(map(ledger.bytes_of, ledger.terms().values())) == ledger.num_bytes

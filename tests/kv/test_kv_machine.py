@@ -18,7 +18,6 @@ from kv_support import ContiguousPolicy
 
 from octavo.errors import IntegrityError
 from octavo.kv import NO_GROWTH, AllocationPolicy, KVCacheManager, PagedPolicy, SeqDemand
-from octavo.plan import BlockCopy
 
 SETTINGS = settings(max_examples=60, stateful_step_count=40, derandomize=True, deadline=None)
 
@@ -59,7 +58,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.slots = [-1] * self.kv.num_slots
         self.seqs: dict[int, Seq] = {}
         self.costs: dict[str, Cost] = {}
-        self.pending_copies: list[BlockCopy] = []
         self.next_id = self.next_token = 0
         self.now = 0.0
 
@@ -142,7 +140,6 @@ class PoolMachine(RuleBasedStateMachine):
     def run_step(self, chosen: list[int], data: st.DataObject, whole: bool = False) -> None:
         """One plan: grow each, then copies in order, then writes."""
         planned: dict[int, int] = {}
-        copies, self.pending_copies = self.pending_copies, []
         for seq_id in chosen:
             if seq_id not in self.seqs:  # it was a victim
                 continue
@@ -160,12 +157,10 @@ class PoolMachine(RuleBasedStateMachine):
             if growth.replaced is not None:
                 index, block_id = growth.replaced
                 seq.runner_table[index] = block_id
-            if growth.copy is not None:
-                copies.append(growth.copy)
             planned[seq_id] = num
             again = self.kv.grow(seq_id, seq.num_computed + num, seq.num_computed)
             assert again is NO_GROWTH
-        for src, dst in copies:
+        for src, dst, _, _ in self.kv.take_copies():
             for offset in range(self.bs):
                 self.slots[dst * self.bs + offset] = self.slots[src * self.bs + offset]
         for seq_id, num in planned.items():
@@ -218,11 +213,9 @@ class PoolMachine(RuleBasedStateMachine):
         parent = self.seqs[parent_id]
         for _ in range(times):
             child_id = self.fresh_id()
-            copies = self.kv.fork(parent_id, child_id)
-            if copies is None:
+            if not self.kv.fork(parent_id, child_id):
                 assert self.policy.name != "paged"
                 return
-            self.pending_copies += copies
             child = Seq(parent.request_id, parent.tokens[: parent.num_computed], parent.limit)
             child.num_computed = parent.num_computed
             self.seqs[child_id] = child

@@ -34,11 +34,11 @@ def test_grows_by_a_block_when_the_last_is_full() -> None:
     kv = make()
     kv.start(7, SeqDemand(6, 100))
     assert kv.block_table(7) == []
-    assert kv.grow(7, 6, 0) == Growth((0, 1), None, None)
+    assert kv.grow(7, 6, 0) == Growth((0, 1), None)
     kv.commit(7, 6)
     assert kv.grow(7, 7, 6) is NO_GROWTH
     assert kv.grow(7, 8, 7) is NO_GROWTH
-    assert kv.grow(7, 9, 8) == Growth((2,), None, None)
+    assert kv.grow(7, 9, 8) == Growth((2,), None)
     assert kv.block_table(7) == [0, 1, 2]
     assert [kv.slot(7, p) for p in (0, 5, 8)] == [0, 5, 8]
     assert (kv.num_blocks, kv.num_free_blocks, kv.num_slots) == (8, 5, 32)
@@ -59,7 +59,7 @@ def test_a_released_sequence_gives_its_tail_first() -> None:
     kv = started(8, 4, 12, 4)
     kv.release(0)
     kv.start(2, SeqDemand(16, 16))
-    assert kv.grow(2, 16, 0) == Growth((2, 1, 0, 4), None, None)
+    assert kv.grow(2, 16, 0) == Growth((2, 1, 0, 4), None)
 
 
 def test_grow_is_all_or_nothing() -> None:
@@ -67,17 +67,19 @@ def test_grow_is_all_or_nothing() -> None:
     assert kv.grow(0, 17, 8) is None
     assert kv.block_table(0) == [0, 1]
     assert kv.num_free_blocks == 2
-    assert kv.grow(0, 16, 8) == Growth((2, 3), None, None)
+    assert kv.grow(0, 16, 8) == Growth((2, 3), None)
     kv.check_integrity()
 
 
 def test_fork_shares_and_copies_only_the_partial_block() -> None:
     kv = started(8, 4, 10)
-    assert kv.fork(0, 1) == ()
+    assert kv.fork(0, 1)
+    assert kv.take_copies() == []
     assert kv.block_table(1) == [0, 1, 2]
     assert [kv.ref_count(b) for b in range(4)] == [2, 2, 2, 0]
     # The child writes first: its runner has no table yet, so the new block comes with the rest.
-    assert run(kv, 1, 11) == Growth((0, 1, 3), None, BlockCopy(2, 3))
+    assert run(kv, 1, 11) == Growth((0, 1, 3), None)
+    assert kv.take_copies() == [BlockCopy(2, 3)]
     assert [kv.ref_count(b) for b in range(4)] == [2, 2, 1, 1]
     # Now the parent is alone with its block, and writes in place.
     assert run(kv, 0, 11) is NO_GROWTH
@@ -88,24 +90,26 @@ def test_fork_shares_and_copies_only_the_partial_block() -> None:
 def test_the_parent_copies_when_it_writes_first() -> None:
     kv = started(8, 4, 10)
     kv.fork(0, 1)
-    assert run(kv, 0, 11) == Growth((), (2, 3), BlockCopy(2, 3))
+    assert run(kv, 0, 11) == Growth((), (2, 3))
+    assert kv.take_copies() == [BlockCopy(2, 3)]
     assert kv.block_table(0) == [0, 1, 3]
-    assert kv.grow(1, 11, 10) == Growth((0, 1, 2), None, None)
+    assert kv.grow(1, 11, 10) == Growth((0, 1, 2), None)
 
 
 def test_three_owners_make_two_copies() -> None:
     kv = started(8, 4, 6)
     kv.fork(0, 1)
     kv.fork(0, 2)
-    copies = [growth.copy for seq_id in range(3) if (growth := run(kv, seq_id, 7))]
-    assert copies == [BlockCopy(1, 2), BlockCopy(1, 3), None]
+    for seq_id in range(3):
+        run(kv, seq_id, 7)
+    assert kv.take_copies() == [BlockCopy(1, 2), BlockCopy(1, 3)]
 
 
 def test_full_blocks_are_never_copied() -> None:
     kv = started(8, 4, 8)
     kv.fork(0, 1)
-    assert run(kv, 0, 9) == Growth((2,), None, None)
-    assert run(kv, 1, 9) == Growth((0, 1, 3), None, None)
+    assert run(kv, 0, 9) == Growth((2,), None)
+    assert run(kv, 1, 9) == Growth((0, 1, 3), None)
     assert kv.ledger().shared_saved_blocks == 2
 
 
@@ -115,7 +119,8 @@ def test_copy_and_growth_together_are_all_or_nothing() -> None:
     assert kv.grow(1, 9, 6) is None  # a copy and a block, with one block free
     assert kv.block_table(1) == [0, 1]
     assert kv.ref_count(1) == 2
-    assert kv.grow(1, 7, 6) == Growth((0, 2), None, BlockCopy(1, 2))
+    assert kv.grow(1, 7, 6) == Growth((0, 2), None)
+    assert kv.take_copies() == [BlockCopy(1, 2)]
 
 
 def test_fork_leaves_out_blocks_without_committed_tokens() -> None:
@@ -125,8 +130,9 @@ def test_fork_leaves_out_blocks_without_committed_tokens() -> None:
     kv.commit(0, 5)
     kv.fork(0, 1)
     assert kv.block_table(1) == [0, 1]
-    assert run(kv, 0, 12) == Growth((), (1, 3), BlockCopy(1, 3))
-    assert kv.grow(1, 6, 5) == Growth((0, 1), None, None)
+    assert run(kv, 0, 12) == Growth((), (1, 3))
+    assert kv.take_copies() == [BlockCopy(1, 3)]
+    assert kv.grow(1, 6, 5) == Growth((0, 1), None)
 
 
 def test_a_fork_before_any_token_shares_nothing() -> None:
@@ -134,7 +140,7 @@ def test_a_fork_before_any_token_shares_nothing() -> None:
     kv.start(0, SeqDemand(4, 100))
     kv.fork(0, 1)
     assert kv.block_table(1) == []
-    assert kv.grow(1, 4, 0) == Growth((0,), None, None)
+    assert kv.grow(1, 4, 0) == Growth((0,), None)
     kv.check_integrity()
 
 
@@ -148,7 +154,8 @@ def test_rewriting_several_shared_blocks_is_refused() -> None:
 def test_rewriting_the_last_token_of_a_shared_full_block_copies_it() -> None:
     kv = started(8, 4, 8)
     kv.fork(0, 1)
-    assert kv.grow(1, 8, 7) == Growth((0, 2), None, BlockCopy(1, 2))
+    assert kv.grow(1, 8, 7) == Growth((0, 2), None)
+    assert kv.take_copies() == [BlockCopy(1, 2)]
 
 
 def test_can_admit_keeps_the_watermark() -> None:
@@ -169,7 +176,7 @@ def test_release_of_one_owner_keeps_the_other() -> None:
     assert view == []
     assert kv.block_table(1) == [0, 1, 2]
     assert kv.num_free_blocks == 5
-    assert run(kv, 1, 11) == Growth((0, 1, 2), None, None)
+    assert run(kv, 1, 11) == Growth((0, 1, 2), None)
 
 
 def test_unknown_ended_and_repeated_ids_are_named() -> None:

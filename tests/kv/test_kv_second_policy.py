@@ -21,7 +21,7 @@ def test_the_run_is_reserved_at_the_start_and_told_with_the_first_grow() -> None
     assert kv.max_tokens_of_one_sequence == 12
     assert kv.start(0, SeqDemand(5, 12)) == 0
     assert kv.num_free_blocks == 7
-    assert kv.grow(0, 5, 0) == Growth((0, 1, 2), None, None)
+    assert kv.grow(0, 5, 0) == Growth((0, 1, 2), None)
     kv.commit(0, 5)
     assert kv.grow(0, 12, 5) is NO_GROWTH
     assert kv.slot(0, 11) == 11
@@ -34,7 +34,7 @@ def test_ledger_of_reserved_runs() -> None:
         kv.grow(seq_id, 5, 0)
         kv.commit(seq_id, 5)
     assert kv.ledger().terms() == {
-        "tokens": 10, "reserved": 7 + 2, "internal": 5, "external": 4, "free": 12,
+        "tokens": 10, "reserved": 7 + 2, "internal": 5, "external": 4, "cached": 0, "free": 12,
     }  # fmt: skip
     kv.start(2, SeqDemand(5, 12))
     kv.release(1)
@@ -63,12 +63,13 @@ def test_forks_copy() -> None:
     kv.start(0, SeqDemand(5, 12), "r")
     kv.grow(0, 5, 0)
     kv.commit(0, 5)
-    assert kv.fork(0, 1) == (BlockCopy(0, 3), BlockCopy(1, 4))
+    assert kv.fork(0, 1)
+    assert kv.take_copies() == [BlockCopy(0, 3), BlockCopy(1, 4)]
     assert kv.num_committed(1) == 5
-    assert kv.grow(1, 6, 5) == Growth((3, 4, 5), None, None)
+    assert kv.grow(1, 6, 5) == Growth((3, 4, 5), None)
     assert kv.grow(0, 6, 5) is NO_GROWTH
     kv.fork(0, 2)
-    assert kv.fork(0, 3) is None
+    assert not kv.fork(0, 3)
     assert kv.ledger().shared_saved == 0
     assert kv.request_usage("r").shared_tokens == 0
     kv.check_integrity()
@@ -89,7 +90,7 @@ def test_a_batch_takes_nobody_in_and_ends_together() -> None:
     assert kv.num_free_blocks == 4
     assert kv.request_ledger("r0").internal == 7
     assert kv.ledger().terms() == {
-        "tokens": 5, "reserved": 12, "internal": 7, "external": 4, "free": 12,
+        "tokens": 5, "reserved": 12, "internal": 7, "external": 4, "cached": 0, "free": 12,
     }  # fmt: skip
     kv.check_integrity()
     with pytest.raises(IntegrityError, match=r"sequence 0 .* released already"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.errors import CapacityError
-from octavo.kv import KVShape, MemoryPlan, plan_memory
+from octavo.kv.sizing import KVShape, MemoryPlan, plan_memory, resized
 
 GIB = 1 << 30
 OPT_13B = KVShape(40, 40, 128, 2)
@@ -110,3 +110,54 @@ def test_a_length_that_was_asked_for_must_fit() -> None:
     relaxed = plan(num_blocks=100, require_max_model_len=False)
     assert (relaxed.max_model_len, relaxed.max_seq_len) == (2048, 1600)
     assert plan(num_blocks=100, max_model_len=1600).max_seq_len == 1600
+
+
+def test_the_default_host_tier() -> None:
+    """A quarter of what the pool leaves, but at most 4 GiB and four times the pool."""
+    block = 16 * 23_040
+    quarter = plan(swap_space=None, kv_cache_memory_bytes=GIB)
+    assert quarter.num_host_blocks == int(quarter_of(quarter)) // block
+    assert quarter.host_chosen_by == "25% of what the pool leaves"
+    few = plan(swap_space=None, num_blocks=128)
+    assert (few.num_host_blocks, few.host_chosen_by) == (512, "4 x the pool")
+    rich = plan(swap_space=None, available_bytes=100 * GIB, kv_cache_memory_bytes=40 * GIB)
+    assert rich.num_host_blocks == 4 * GIB // block
+    assert rich.host_chosen_by == "the most that is taken by default"
+
+
+def quarter_of(sized: MemoryPlan) -> float:
+    return (sized.left_bytes + sized.host_bytes) / 4
+
+
+def test_the_host_tier_is_a_term_of_the_budget() -> None:
+    sized = plan(swap_space=0.5, kv_cache_memory_bytes=GIB)
+    assert sized.num_host_blocks == GIB // 2 // (16 * 23_040)
+    assert sized.terms()["host tier"] == sized.host_bytes
+    assert sum(sized.terms().values()) == sized.budget_bytes
+    assert sized.budget_bytes + sized.left_bytes == sized.available_bytes
+    assert "+ host tier" in str(sized) and "--swap-space" in str(sized)
+    none = plan(swap_space=0)
+    assert none.num_host_blocks == 0 and "host tier" not in str(none)
+
+
+def test_a_host_tier_that_cannot_be_is_refused() -> None:
+    with pytest.raises(CapacityError, match=r"--swap-space 1.5 GiB is more.*at most 0.99"):
+        plan(swap_space=1.5, kv_cache_memory_bytes=GIB + 2**20)
+    with pytest.raises(CapacityError, match=r"--swap-space has no room for one KV block"):
+        plan(swap_space=0.0001)
+    with pytest.raises(CapacityError, match="--kv-disk-dir needs a host tier"):
+        plan(swap_space=None, kv_cache_memory_bytes=2 * GIB, need_host="--kv-disk-dir")
+
+
+def test_a_pool_is_resized_within_what_the_rest_leaves() -> None:
+    block = 16 * 23_040
+    sized = plan(swap_space=0.25, kv_cache_memory_bytes=GIB)
+    larger = resized(sized, GIB + GIB // 2)
+    assert larger.num_blocks == (GIB + GIB // 2) // block
+    assert larger.budget_bytes + larger.left_bytes == larger.available_bytes
+    most = sized.kv_bytes + sized.left_bytes
+    assert resized(sized, most).num_blocks == most // block
+    with pytest.raises(CapacityError, match=rf"host tier = .*at most {most:,}"):
+        resized(sized, most + 1)
+    with pytest.raises(CapacityError, match=r"less than one KV block of 368,640 B"):
+        resized(sized, block - 1)

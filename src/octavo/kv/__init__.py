@@ -5,23 +5,41 @@ from __future__ import annotations
 from octavo.kv.ledger import PoolLedger, RequestLedger
 from octavo.kv.manager import KVCacheManager
 from octavo.kv.paged import PagedPolicy
-from octavo.kv.policy import NO_GROWTH, AllocationPolicy, Growth, SeqDemand
+from octavo.kv.pins import Pin
+from octavo.kv.policy import (
+    NO_GROWTH,
+    AllocationPolicy,
+    Growth,
+    GrowthDemand,
+    Preempted,
+    RestoreCost,
+    SeqDemand,
+)
 from octavo.kv.pool import BlockPool
 from octavo.kv.sizing import KVShape, MemoryPlan, plan_memory
+from octavo.kv.stats import PrefixCacheStats
 from octavo.kv.table import BlockTable
+from octavo.kv.tiers import ColdStore, TierLedger
 
 __all__ = [
     "NO_GROWTH",
     "AllocationPolicy",
     "BlockPool",
     "BlockTable",
+    "ColdStore",
     "Growth",
+    "GrowthDemand",
     "KVCacheManager",
     "KVShape",
     "MemoryPlan",
     "PagedPolicy",
+    "Pin",
     "PoolLedger",
+    "Preempted",
+    "PrefixCacheStats",
     "RequestLedger",
+    "RestoreCost",
     "SeqDemand",
+    "TierLedger",
     "plan_memory",
 ]

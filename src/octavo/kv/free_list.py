@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 _ABSENT = -1
 
@@ -23,6 +23,18 @@ class FreeList:
         self._num = num_blocks
         self._next: list[int] = [*range(1, num_blocks + 1), 0]
         self._prev: list[int] = [num_blocks, *range(num_blocks)]
+
+    @classmethod
+    def of(cls, num_blocks: int, block_ids: Sequence[int]) -> FreeList:
+        """A list of some of the blocks, in this order."""
+        free = cls(num_blocks)
+        free._next = [_ABSENT] * (num_blocks + 1)
+        free._next[num_blocks] = num_blocks
+        free._prev[num_blocks] = num_blocks
+        free._num = 0
+        for block_id in block_ids:
+            free.push_back(block_id)
+        return free
 
     def __len__(self) -> int:
         return self._num

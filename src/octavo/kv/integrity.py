@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from octavo.errors import IntegrityError
 from octavo.kv.pool import BlockPool
 from octavo.kv.table import BlockTable
 
 
-def check_integrity(tables: Iterable[BlockTable], pool: BlockPool) -> None:
-    """Raise `IntegrityError` naming the block, the sequences, what was expected and found."""
+def check_integrity(tables: Iterable[BlockTable], pool: BlockPool, pins: Mapping[int, int]) -> None:
+    """Raise `IntegrityError` naming the block, the sequences, what was expected and found.
+
+    `pins` counts the pins by block.
+    """
     owners: dict[int, list[int]] = {}
     for table in tables:
         _check_table(table, pool)
@@ -18,9 +21,10 @@ def check_integrity(tables: Iterable[BlockTable], pool: BlockPool) -> None:
             owners.setdefault(block_id, []).append(table.seq_id)
     free = _check_free_list(pool)
     for block_id in range(pool.num_blocks):
-        _check_block(block_id, owners.get(block_id, []), block_id in free, pool)
+        in_tables, num_pins = owners.get(block_id, []), pins.get(block_id, 0)
+        _check_block(block_id, in_tables, num_pins, block_id in free, pool)
     for table in tables:
-        _check_exclusive(table, owners)
+        _check_exclusive(table, owners, pool)
 
 
 def _check_table(table: BlockTable, pool: BlockPool) -> None:
@@ -59,25 +63,37 @@ def _check_free_list(pool: BlockPool) -> set[int]:
     return free
 
 
-def _check_block(block_id: int, owners: list[int], is_free: bool, pool: BlockPool) -> None:
+def _check_block(
+    block_id: int, owners: list[int], num_pins: int, is_free: bool, pool: BlockPool
+) -> None:
     count = pool.ref_count(block_id)
-    if count != len(owners):
+    expected = len(owners) + num_pins
+    if count != expected:
         raise IntegrityError(
-            f"block {block_id} has reference count {count}, expected {len(owners)}: "
+            f"block {block_id} has reference count {count}, expected {expected}: "
             + (f"it is in the tables of sequences {owners}" if owners else "it is in no table")
+            + (f" and has {num_pins} pins" if num_pins else "")
         )
     if is_free and owners:
         raise IntegrityError(
             f"block {block_id} is in the free list and in the tables of sequences {owners}"
         )
-    if not is_free and not owners:
+    if not is_free and not expected:
         raise IntegrityError(f"block {block_id} leaked: neither free nor in any table")
 
 
-def _check_exclusive(table: BlockTable, owners: dict[int, list[int]]) -> None:
-    """A block that its owner would write without asking must have no other owner (I2)."""
+def _check_exclusive(table: BlockTable, owners: dict[int, list[int]], pool: BlockPool) -> None:
+    """A block that its owner would write without asking must have no other owner, and hold nothing
+    there that others may find (I2)."""
     for index in range(table.exclusive_from // table.block_size, len(table.block_ids)):
         block_id = table.block_ids[index]
+        node = pool.nodes[block_id]
+        first = max(table.exclusive_from - index * table.block_size, 0)
+        if node is not None and node.num_tokens > first:
+            raise IntegrityError(
+                f"block {block_id}, entry {index} of sequence {table.seq_id}, may be written from "
+                f"slot {first} on but {node.num_tokens} tokens in it can be found"
+            )
         if len(owners[block_id]) > 1:
             raise IntegrityError(
                 f"block {block_id}, entry {index} of sequence {table.seq_id}, may be written "

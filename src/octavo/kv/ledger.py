@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,12 +70,15 @@ class RequestLedger:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLedger(RequestLedger):
-    """The whole pool: tokens + reserved + internal + external + free = its slots (I7)."""
+    """The whole pool: tokens + reserved + internal + external + cached + free = its slots (I7)."""
 
     external: int
     """Free slots that the policy cannot allocate (external fragmentation)."""
+    cached: int
+    """Slots in blocks that no sequence references and the prefix cache keeps; those that are not
+    pinned can be allocated."""
     free: int
-    """Free slots that it can."""
+    """Free slots that it can allocate."""
     num_blocks: int
     """Blocks in the pool."""
 
@@ -90,12 +93,13 @@ class PoolLedger(RequestLedger):
         return self.num_blocks * self.bytes_per_block
 
     def terms(self) -> dict[str, int]:
-        """The five kinds of slots, which add up to the pool."""
+        """The six kinds of slots, which add up to the pool."""
         return {
             "tokens": self.tokens,
             "reserved": self.reserved,
             "internal": self.internal,
             "external": self.external,
+            "cached": self.cached,
             "free": self.free,
         }
 
@@ -124,17 +128,28 @@ class PoolLedger(RequestLedger):
 
 
 def pool_ledger(
-    tables: Iterable[BlockTable], pool: BlockPool, bytes_per_block: int, num_external_blocks: int
+    tables: Iterable[BlockTable],
+    pool: BlockPool,
+    bytes_per_block: int,
+    num_external_blocks: int,
+    pins: Mapping[int, int],
 ) -> PoolLedger:
-    """The ledger of a pool from all tables that hold blocks of it."""
-    split = _split(tables, pool)
+    """The ledger of a pool from all tables that hold blocks of it, and the pins by block."""
+    counts = pool.ref_counts
+    num_only_pinned = sum(counts[block_id] == num for block_id, num in pins.items())
+    num_physical = pool.num_used - num_only_pinned
+    split = _split(
+        tables, num_physical, lambda block_id: counts[block_id] - pins.get(block_id, 0), pool
+    )
+    num_free = pool.num_free - pool.num_cached - num_external_blocks
     return PoolLedger(
         tokens=split.tokens,
         reserved=split.reserved,
         internal=split.internal,
         external=num_external_blocks * pool.block_size,
-        free=(pool.num_free - num_external_blocks) * pool.block_size,
-        num_physical_blocks=split.num_physical_blocks,
+        cached=(pool.num_cached + num_only_pinned) * pool.block_size,
+        free=num_free * pool.block_size,
+        num_physical_blocks=num_physical,
         num_logical_blocks=split.num_logical_blocks,
         num_blocks=pool.num_blocks,
         block_size=pool.block_size,
@@ -143,15 +158,20 @@ def pool_ledger(
 
 
 def request_ledger(
-    tables: Iterable[BlockTable], pool: BlockPool, bytes_per_block: int
+    tables: Iterable[BlockTable],
+    num_physical: int,
+    entries_of: Callable[[int], int],
+    pool: BlockPool,
+    bytes_per_block: int,
 ) -> RequestLedger:
-    """The ledger of a request from its tables."""
-    split = _split(tables, pool)
+    """The ledger of a request from its tables, the number of their blocks, and the number of their
+    entries that point at a block."""
+    split = _split(tables, num_physical, entries_of, pool)
     return RequestLedger(
         tokens=split.tokens,
         reserved=split.reserved,
         internal=split.internal,
-        num_physical_blocks=split.num_physical_blocks,
+        num_physical_blocks=num_physical,
         num_logical_blocks=split.num_logical_blocks,
         block_size=pool.block_size,
         bytes_per_block=bytes_per_block,
@@ -162,12 +182,20 @@ class _Split(NamedTuple):
     tokens: int
     reserved: int
     internal: int
-    num_physical_blocks: int
     num_logical_blocks: int
 
 
-def _split(tables: Iterable[BlockTable], pool: BlockPool) -> _Split:
-    """Sum over tables as if nothing were shared, then take off what was counted twice."""
+def _split(
+    tables: Iterable[BlockTable],
+    num_physical: int,
+    entries_of: Callable[[int], int],
+    pool: BlockPool,
+) -> _Split:
+    """Sum over tables as if nothing were shared, then take off what was counted twice.
+
+    Shared blocks are full, so that each counts whole for every owner; the exceptions are found
+    among the blocks behind the full ones of tables that were forked.
+    """
     tokens = fillable = num_logical = 0
     sharing: list[BlockTable] = []
     for table in tables:
@@ -176,12 +204,12 @@ def _split(tables: Iterable[BlockTable], pool: BlockPool) -> _Split:
         fillable += _fillable(table)
         if table.may_share:
             sharing.append(table)
-    twice = _counted_twice(sharing, pool)
-    tokens -= twice.tokens
-    fillable -= twice.fillable
-    num_physical = num_logical - twice.num_blocks
+    too_few = _not_full(sharing, entries_of)
+    slots_twice = (num_logical - num_physical) * pool.block_size
+    tokens -= slots_twice - too_few[0]
+    fillable -= slots_twice - too_few[1]
     internal = num_physical * pool.block_size - fillable
-    return _Split(tokens, fillable - tokens, internal, num_physical, num_logical)
+    return _Split(tokens, fillable - tokens, internal, num_logical)
 
 
 def _fillable(table: BlockTable) -> int:
@@ -189,36 +217,36 @@ def _fillable(table: BlockTable) -> int:
     return max(table.num_committed, min(table.max_total_tokens, table.capacity))
 
 
-class _Twice(NamedTuple):
-    tokens: int
-    fillable: int
-    num_blocks: int
+def _not_full(tables: list[BlockTable], entries_of: Callable[[int], int]) -> tuple[int, int]:
+    """(tokens, fillable slots) that would be taken off too many if all shared blocks were full.
 
-
-def _counted_twice(tables: list[BlockTable], pool: BlockPool) -> _Twice:
-    """What these tables count of shared blocks beyond the fullest owner's view of each."""
-    block_size = pool.block_size
-    counts = pool.ref_counts
-    tokens = fillable = num_blocks = 0
-    known: dict[int, tuple[int, int]] = {}
+    Owners may see a block differently: it is as full as its fullest owner says.
+    """
+    views: dict[int, list[tuple[int, int]]] = {}
     for table in tables:
-        num_full, num_tail = divmod(table.num_committed, block_size)
+        num_full, num_tail = divmod(table.num_committed, table.block_size)
         end = _fillable(table)
         table.may_share = False
-        for index, block_id in enumerate(table.block_ids):
-            if counts[block_id] < 2:
+        for index in range(num_full, len(table.block_ids)):
+            block_id = table.block_ids[index]
+            if entries_of(block_id) < 2:
                 continue
             table.may_share = True
-            if index < num_full:
-                view = (block_size, block_size)
+            filled = num_tail if index == num_full else 0
+            start = index * table.block_size
+            fillable = max(0, min(end - start, table.block_size))
+            views.setdefault(block_id, []).append((filled, fillable))
+    tokens = fillable_slots = 0
+    for block_id, seen in views.items():
+        num_owners, size = entries_of(block_id), tables[0].block_size
+        sees_full = num_owners > len(seen)
+        for kind in (0, 1):
+            most = size if sees_full else max(view[kind] for view in seen)
+            # counted: whole by those that see it full; to be taken off: all but the most
+            counted = (num_owners - len(seen)) * size + sum(view[kind] for view in seen)
+            excess = (num_owners - 1) * size - (counted - most)
+            if kind == 0:
+                tokens += excess
             else:
-                filled = num_tail if index == num_full else 0
-                view = (filled, max(0, min(end - index * block_size, block_size)))
-            other = known.setdefault(block_id, view)
-            if other is view:
-                continue
-            tokens += min(view[0], other[0])
-            fillable += min(view[1], other[1])
-            num_blocks += 1
-            known[block_id] = (max(view[0], other[0]), max(view[1], other[1]))
-    return _Twice(tokens, fillable, num_blocks)
+                fillable_slots += excess
+    return tokens, fillable_slots

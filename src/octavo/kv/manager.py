@@ -2,118 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from octavo.errors import CapacityError, ConfigError, IntegrityError
-from octavo.kv.integrity import check_integrity
-from octavo.kv.ledger import PoolLedger, RequestLedger, pool_ledger, request_ledger
-from octavo.kv.paged import PagedPolicy
-from octavo.kv.policy import NO_GROWTH, AllocationPolicy, Growth, SeqDemand
-from octavo.kv.pool import BlockPool
-from octavo.kv.table import BlockTable, TableView
+from octavo.errors import CapacityError, IntegrityError
+from octavo.kv.pins import Pin
+from octavo.kv.policy import NO_GROWTH, Growth, GrowthDemand, Preempted, SeqDemand
+from octavo.kv.state import KVState
+from octavo.kv.swap import own_blocks
+from octavo.kv.table import BlockTable
 from octavo.kv.usage import RequestAccount
 from octavo.outputs import RequestKVUsage
 from octavo.plan import BlockCopy
 
 
-class KVCacheManager:
+class KVCacheManager(KVState):
     """Gives sequences their blocks and accounts for every slot (paper section 4).
 
-    It holds block ids and token counts only: no tensors, no tokens, no clock. Sequences are the
-    scheduler's numbers, each used once between `start` (or `fork`) and `release`.
+    It holds block ids, token counts and, for what can be found again, token ids: no tensors, no
+    clock. Sequences are the scheduler's numbers, each used once between `start` (or `fork`) and
+    `release` or `preempt`. Questions that change nothing are `KVState`'s.
+
+    A step is planned between `begin_step` and `take_copies`. Copies between memories are collected
+    in one list, in the order in which they must be done, before the step computes anything.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        policy: AllocationPolicy | None = None,
-        bytes_per_block: int = 0,
-    ) -> None:
-        """An empty pool of `num_blocks` blocks of `block_size` tokens.
-
-        `policy` must be fresh (it serves one pool); None is paged. `bytes_per_block` is only used
-        to express the ledger in bytes. Raises `CapacityError` for a pool without a block and
-        `ConfigError` for a block size below 1 or bytes that do not divide by it.
-        """
-        if block_size < 1:
-            raise ConfigError(f"block_size must be at least 1, got {block_size}: --block-size")
-        if num_blocks < 1:
-            raise CapacityError(
-                f"the KV pool needs at least 1 block of {block_size} tokens, got {num_blocks}; "
-                "raise --num-gpu-blocks-override or --kv-cache-memory-bytes"
-            )
-        if bytes_per_block < 0 or bytes_per_block % block_size:
-            raise ConfigError(
-                f"bytes_per_block={bytes_per_block} is not a multiple of block_size={block_size}"
-            )
-        self.block_size = block_size
-        self.bytes_per_block = bytes_per_block
-        self.policy: AllocationPolicy = PagedPolicy() if policy is None else policy
-        self._pool = BlockPool(num_blocks, block_size)
-        self.policy.attach(self._pool)
-        self._tables: dict[int, BlockTable] = {}
-        self._deferred: dict[int, BlockTable] = {}
-        """Released sequences whose blocks the policy holds back until their batch ends."""
-        self._accounts: dict[str, RequestAccount] = {}
-        self._now_s = 0.0
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the pool."""
-        return self._pool.num_blocks
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that nobody references."""
-        return self._pool.num_free
-
-    @property
-    def num_slots(self) -> int:
-        """Tokens the pool can hold."""
-        return self._pool.num_blocks * self.block_size
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences with a table."""
-        return len(self._tables)
-
-    @property
-    def max_tokens_of_one_sequence(self) -> int:
-        """Most tokens that one sequence, alone in the pool, can hold under the policy."""
-        return self.policy.max_tokens_of_one_sequence
-
-    @property
-    def can_preempt(self) -> bool:
-        """Whether the policy lets running sequences be preempted (False: it reserves space, so
-        `grow` up to `max_total_tokens` always succeeds)."""
-        return self.policy.can_preempt
+    # -- steps
 
     def set_time(self, now_s: float) -> None:
         """Tell the time that block-seconds count in; it must not run backwards."""
         if now_s < self._now_s:
             raise IntegrityError(f"time runs backwards: {now_s} s after {self._now_s} s")
-        self._now_s = now_s
+        self._now_s = self._cache.now_s = now_s
+
+    def begin_step(self) -> None:
+        """A new step is being planned: to be called before anything is asked for it. What earlier
+        steps compute is there when the copies of this one are done."""
+        self._cache.step += 1
+
+    def take_copies(self) -> list[BlockCopy]:
+        """The copies that the next plan must do, in this order, before it computes anything."""
+        copies, self._pool.copies = self._pool.copies, []
+        return copies
 
     # -- the life of a sequence
 
-    def can_admit(self, demand: SeqDemand, keep_free: int = 0) -> bool:
-        """Whether `start` and `grow` to `demand.num_tokens` would succeed now, and leave
-        `keep_free` blocks free.
-
-        `keep_free` (the watermark) is taken literally: pass 0 when nothing runs, or a prompt as
-        large as the pool waits for ever.
-        """
-        return self.policy.can_admit(demand, keep_free)
-
     def start(self, seq_id: int, demand: SeqDemand, request_id: str | None = None) -> int:
-        """Register a sequence; returns how many of its first tokens have their KV in the pool.
+        """Register a sequence; returns how many of its first tokens have their KV in the pool, or
+        will have once the copies are done.
 
-        That is 0 unless the policy finds prefixes: computing starts there. What the policy
-        reserves or finds reaches the runner with the first `grow`. `request_id` collects the
-        usage of all sequences of a request, also over preemptions, until `close_request`; None
-        keeps no usage. Raises `IntegrityError` for an id in use, and `CapacityError` when the
-        policy has no room (ask `can_admit` first); then nothing has changed.
+        Computing starts there. What the policy reserves or the prefix cache finds reaches the
+        runner with the first `grow`. `request_id` collects the usage of all sequences of a request,
+        also over preemptions, until `close_request`; None keeps no usage. Raises `IntegrityError`
+        for an id in use, and `CapacityError` when the policy has no room (ask `can_admit` first);
+        then nothing has changed.
         """
         self._check_unused(seq_id)
         if request_id is None:
@@ -129,6 +70,11 @@ class KVCacheManager:
                 f"cannot reserve {demand.max_total_tokens} tokens with {self.num_free_blocks} of "
                 f"{self.num_blocks} blocks free"
             )
+        if self.policy.shares_blocks:
+            owner = f"#{seq_id}" if request_id is None else request_id
+            table.root_name = self._cache.root_name(demand.salt, owner)
+            self._cache.open(table)
+            self._holds.drop(seq_id)
         self._tables[seq_id] = table
         if request_id is not None:
             self._accounts[request_id] = account
@@ -139,10 +85,10 @@ class KVCacheManager:
         """Make room for `num_tokens` tokens in all, of which those from position `num_computed`
         on will be written by the coming step.
 
-        Returns what the plan must say: blocks to append, and at most one copy-on-write, of the
-        block that holds `num_computed` if it has other owners (paper section 4.4). `NO_GROWTH`
-        (that very object) when nothing changes. None when it does not fit now; then nothing has
-        changed.
+        Returns what the plan must say of the sequence: blocks to append, and at most one entry
+        replaced by a copy, of the block that holds `num_computed` if it has other owners (paper
+        section 4.4; the copy itself comes with `take_copies`). `NO_GROWTH` (that very object) when
+        the plan need not say anything. None when it does not fit now; then nothing has changed.
         """
         try:
             table = self._tables[seq_id]
@@ -153,9 +99,17 @@ class KVCacheManager:
             return NO_GROWTH
         return self._grow(table, num_tokens, num_computed)
 
+    def can_grow_all(self, demands: Iterable[tuple[int, int, int]]) -> bool:
+        """Whether `grow(seq_id, num_tokens, num_computed)` would succeed now for all of these, one
+        after the other."""
+        return self.policy.can_grow_all(
+            [GrowthDemand(self._table(seq_id), end, start) for seq_id, end, start in demands]
+        )
+
     def commit(self, seq_id: int, num_tokens: int) -> None:
         """Say that the KV of the first `num_tokens` tokens is in the pool, or will be once the
-        planned step ran. What the ledger counts, and what a later `fork` hands on."""
+        planned step ran. What the ledger counts, what a later `fork` hands on, and what others may
+        find from now on. `SeqDemand.token_ids` must have these tokens by now."""
         try:
             table = self._tables[seq_id]
         except KeyError:
@@ -166,67 +120,69 @@ class KVCacheManager:
                 f"{table.capacity} slots"
             )
         table.num_committed = num_tokens
+        if num_tokens >= table.next_register:
+            self._cache.register(table)
 
-    def fork(self, parent_id: int, child_id: int) -> tuple[BlockCopy, ...] | None:
+    def fork(self, parent_id: int, child_id: int, token_ids: Sequence[int] = ()) -> bool:
         """Start `child_id` with the committed tokens of its parent, under the same request.
 
-        Paged: the child shares the blocks, nothing is copied, and the answer is `()`; whoever
-        writes first into the shared partial block gets a copy by `grow`. Policies that cannot
-        share answer the copies that the next plan must do before it writes; None when there is no
-        room (nothing has changed). The child's whole table comes with its first `grow`. Not to be
-        followed by a `grow` of the child in the plan in which the parent's tokens are computed:
-        copies come before computing.
+        Paged: the child shares the blocks, nothing is copied, and whoever writes first into the
+        shared partial block gets a copy by `grow`. Policies that cannot share copy; False when
+        there is no room for that (nothing has changed). The child's whole table comes with its
+        first `grow`. Not to be followed by a `grow` of the child in the plan in which the parent's
+        tokens are computed: copies come before computing.
+
+        `token_ids` is the child's own, growing list, which begins with the parent's committed
+        tokens; without it nothing that the child computes is found again, not even by itself.
         """
         parent = self._table(parent_id)
         self._check_unused(child_id)
         child = BlockTable(child_id, parent.demand, self.block_size, parent.account)
-        copies = self.policy.fork(parent, child)
-        if copies is None:
-            return None
+        child.token_ids = token_ids
+        if not self.policy.fork(parent, child):
+            return False
+        if self.policy.shares_blocks:
+            self._cache.forked(parent, child)
         self._tables[child_id] = child
         parent.account.open(child, self._now_s)
-        return copies
+        return True
 
     def release(self, seq_id: int) -> None:
-        """Drop a sequence's table and its blocks: it ended, was aborted or preempted.
+        """Drop a sequence's table and its blocks: it ended or was aborted. The prefix cache keeps
+        them while there is room.
 
         Raises `IntegrityError` for an id that is unknown or was released already.
         """
         table = self._table(seq_id)
-        del self._tables[seq_id]
-        table.max_total_tokens = table.num_committed
-        self._deferred[seq_id] = table
-        for done in self.policy.release(table):
-            del self._deferred[done.seq_id]
-            done.account.close(done, self._now_s)
-            done.clear()
+        if self._cache.enabled:
+            self._cache.register_tail(table)
+        self._give_back(table)
 
-    # -- questions
+    def preempt(self, seq_id: int, to_host: bool) -> Preempted:
+        """Take all blocks from a running sequence, which will `start` again under the same id. Not
+        for one that has grown in the step that is being planned.
 
-    def has(self, seq_id: int) -> bool:
-        """Whether the sequence has a table."""
-        return seq_id in self._tables
+        `to_host` moves what only it has to host memory, as far as there is room, where it waits
+        until the sequence starts or `drop_hold`; else its blocks are left to the prefix cache.
+        """
+        table = self._table(seq_id)
+        num_free = self.num_free_blocks
+        self._holds.note(table)
+        if not (to_host and self.policy.shares_blocks):
+            tokens_lost = sum(num for _, _, num in own_blocks(table, self._cache))
+            self.release(seq_id)
+            return Preempted(self.num_free_blocks - num_free, 0, tokens_lost)
+        tokens_moved, tokens_lost, block_ids = self._holds.move_out(table)
+        self._give_back(table)
+        for block_id in block_ids:
+            if self._pool.nodes[block_id] is not None:
+                self._pool.demote(block_id)  # it has a copy: it goes before others that have none
+        return Preempted(self.num_free_blocks - num_free, tokens_moved, tokens_lost)
 
-    def block_table(self, seq_id: int) -> Sequence[int]:
-        """The sequence's block ids, logical to physical: a read-only view, empty after release."""
-        return TableView(self._table(seq_id).block_ids)
-
-    def slot(self, seq_id: int, position: int) -> int:
-        """The slot of a token: `block_id * block_size + offset in the block`."""
-        return self._table(seq_id).slot(position)
-
-    def num_committed(self, seq_id: int) -> int:
-        """Tokens of the sequence whose KV is in the pool."""
-        return self._table(seq_id).num_committed
-
-    def ref_count(self, block_id: int) -> int:
-        """Table entries that point at a block; 0 means it is free."""
-        return self._pool.ref_count(block_id)
-
-    def request_usage(self, request_id: str) -> RequestKVUsage:
-        """What a request has cost until now; zeros for one that never held a block."""
-        account = self._accounts.get(request_id)
-        return RequestKVUsage() if account is None else account.usage(self._now_s)
+    def drop_hold(self, seq_id: int) -> None:
+        """A preempted sequence will not start again: what waits for it on the host may go.
+        Harmless for one for which nothing waits."""
+        self._holds.drop(seq_id)
 
     def close_request(self, request_id: str) -> RequestKVUsage:
         """The final usage of a request, which is forgotten, so that its id may come again.
@@ -240,26 +196,80 @@ class KVCacheManager:
         if running:
             raise IntegrityError(f"request {request_id!r} still has the sequences {running}")
         del self._accounts[request_id]
+        self._holds.close(request_id)
         return account.usage(self._now_s)
 
-    def ledger(self) -> PoolLedger:
-        """Where every slot of the pool is (paper section 3.1), now. O(sequences), plus the
-        blocks of those that share."""
-        num_external = self.policy.num_external_blocks
-        return pool_ledger(self._all_tables(), self._pool, self.bytes_per_block, num_external)
+    # -- what is kept, and how much
 
-    def request_ledger(self, request_id: str) -> RequestLedger:
-        """The same for the blocks of one request; empty for one that holds none."""
-        account = self._accounts.get(request_id)
-        tables = [] if account is None else account.tables
-        return request_ledger(tables, self._pool, self.bytes_per_block)
+    def pin(self, token_ids: Sequence[int], salt: str = "") -> Pin:
+        """Keep the whole blocks of a prefix in the pool, as far as they are there now, until
+        `unpin`. Without the prefix cache that is none.
 
-    def check_integrity(self) -> None:
-        """Raise `IntegrityError` naming the first block or sequence that breaks I1, I2 or I7."""
-        check_integrity(self._all_tables(), self._pool)
-        for request_id, account in self._accounts.items():
-            account.check_integrity(request_id)
-        self.ledger().check_integrity()
+        Raises `CapacityError`, with the arithmetic, for more than half of the pool.
+        """
+        return self._pins.pin(token_ids, salt)
+
+    def unpin(self, pin_id: int) -> None:
+        """Let go of a pinned prefix: its blocks are cached like others. Raises
+        `InvalidRequestError` for an id that is not pinned."""
+        self._pins.unpin(pin_id)
+
+    def resize(self, num_blocks: int) -> list[tuple[int, int]]:
+        """Change the size of the pool while sequences run, between two steps.
+
+        Returns the (old, new) ids of blocks that move, all at once, in every table; their copies
+        are among the coming ones, to be done before the memory behind the new end is given up.
+        Cached blocks are evicted, the least recently used first. Raises `CapacityError` when more
+        blocks are referenced (`resize_shortfall`) or the policy cannot move blocks; then nothing
+        has changed.
+        """
+        if num_blocks < 1 or not self.policy.shares_blocks:
+            raise CapacityError(
+                f"the KV pool of {self.num_blocks:,} blocks cannot be resized to {num_blocks:,}: "
+                + ("it needs at least 1" if num_blocks < 1 else "")
+                + ("" if self.policy.shares_blocks else f" --kv-policy {self.policy.name} is fixed")
+            )
+        shortfall = self.resize_shortfall(num_blocks)
+        if shortfall:
+            raise CapacityError(
+                f"the KV pool cannot shrink from {self.num_blocks:,} to {num_blocks:,} blocks: "
+                f"{self._pool.num_used:,} are in use, {self._pins.num_blocks:,} of them pinned; "
+                f"{shortfall:,} must be released first"
+            )
+        if num_blocks >= self.num_blocks:
+            self._pool.grow(num_blocks)
+            moves: dict[int, int] = {}
+        else:
+            moves = self._pool.shrink(num_blocks)
+        if moves:
+            tables = self._all_tables()
+            for table in tables:
+                table.block_ids[:] = [moves.get(i, i) for i in table.block_ids]
+            for account in {id(table.account): table.account for table in tables}.values():
+                account.rename(moves)
+            self._pins.rename(moves)
+        self._cache.pool_was_resized()
+        return list(moves.items())
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached block that nobody references or waits for, in all tiers; returns how
+        many blocks of the pool that freed. Pinned prefixes stay."""
+        return self._cache.drop_unused()
+
+    def reset_cache(self) -> None:
+        """After a failed step: forget all that blocks are said to hold. Nothing that is in the
+        pool or on the host now is found again, holds are gone, and pins keep blocks that nobody
+        finds. Copies that no plan has taken are dropped: end the sequences that have grown in the
+        step that was being planned. The disk keeps what it has."""
+        self._holds.clear()
+        self._cache.drop_all()
+        for table in self._tables.values():
+            self._cache.stop_registering(table)
+
+    def flush_to_disk(self) -> int:
+        """Before the end: plan copies to disk of the cached blocks that are not there, as many as
+        it keeps; returns how many. To be called when every plan was executed."""
+        return 0 if self._cache.cold is None else self._cache.cold.flush()
 
     # -- inside
 
@@ -270,31 +280,18 @@ class KVCacheManager:
                 "of them computed"
             )
         num_before = len(table.block_ids)
-        growth = self.policy.grow(table, num_tokens, num_computed)
-        if growth is None or growth is NO_GROWTH:
-            return growth
         account = table.account
         account.settle(self._now_s)
-        if growth.copy is not None:
-            account.remove((growth.copy.src,))
-            account.add((growth.copy.dst,))
-        account.add(table.block_ids[num_before:])
+        growth = self.policy.grow(table, num_tokens, num_computed)
+        if growth is not None and growth is not NO_GROWTH:
+            account.add(table.block_ids[num_before:])
         return growth
 
-    def _all_tables(self) -> list[BlockTable]:
-        return [*self._tables.values(), *self._deferred.values()]
-
-    def _table(self, seq_id: int) -> BlockTable:
-        table = self._tables.get(seq_id)
-        if table is None:
-            raise self._unknown(seq_id)
-        return table
-
-    def _unknown(self, seq_id: int) -> IntegrityError:
-        return IntegrityError(
-            f"sequence {seq_id} has no block table: it was never started, or is released already"
-        )
-
-    def _check_unused(self, seq_id: int) -> None:
-        if seq_id in self._tables or seq_id in self._deferred:
-            raise IntegrityError(f"sequence {seq_id} has a block table already")
+    def _give_back(self, table: BlockTable) -> None:
+        del self._tables[table.seq_id]
+        table.max_total_tokens = table.num_committed
+        self._deferred[table.seq_id] = table
+        for done in self.policy.release(table):
+            del self._deferred[done.seq_id]
+            done.account.close(done, self._now_s)
+            done.clear()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
 from octavo.errors import IntegrityError
-from octavo.kv.policy import NO_GROWTH, Growth, SeqDemand
+from octavo.kv.policy import NO_GROWTH, Growth, GrowthDemand, SeqDemand
 from octavo.kv.pool import BlockPool
 from octavo.kv.table import BlockTable
 from octavo.plan import BlockCopy
 from octavo.util import cdiv
+
+_NONE_LEFT: Mapping[int, int] = MappingProxyType({})
 
 
 class PagedPolicy:
@@ -19,6 +24,7 @@ class PagedPolicy:
 
     name = "paged"
     can_preempt = True
+    shares_blocks = True
     num_external_blocks = 0
 
     _pool: BlockPool
@@ -32,9 +38,12 @@ class PagedPolicy:
         """The whole pool."""
         return self._pool.num_blocks * self._pool.block_size
 
-    def can_admit(self, demand: SeqDemand, keep_free: int) -> bool:
-        """Whether the known tokens fit into free blocks; future ones are not provided for."""
-        num_needed = cdiv(demand.num_tokens, self._pool.block_size)
+    def can_admit(self, demand: SeqDemand, keep_free: int, num_shared: int) -> bool:
+        """Whether the known tokens fit into free blocks; future ones are not provided for.
+
+        Cached blocks that are found count as needed: they are among the free ones.
+        """
+        num_needed = cdiv(demand.num_tokens, self._pool.block_size) - num_shared
         return num_needed + keep_free <= self._pool.num_free
 
     def start(self, table: BlockTable) -> bool:
@@ -42,29 +51,50 @@ class PagedPolicy:
         return True
 
     def grow(self, table: BlockTable, num_tokens: int, num_computed: int) -> Growth | None:
-        """Append what is missing; copy the block of `num_computed` if others own it too."""
-        block_size = self._pool.block_size
+        """Append what is missing; copy the block of `num_computed` if it may not be written."""
+        pool, block_size = self._pool, self._pool.block_size
         num_missing = max(0, cdiv(num_tokens, block_size) - len(table.block_ids))
-        first_written = num_computed // block_size
-        shared_at = self._shared_entry(table, first_written)
-        if num_missing + (shared_at is not None) > self._pool.num_free:
+        copied_at = self._entry_to_copy(table, num_computed)
+        if num_missing + (copied_at is not None) > pool.num_free:
             return None
-        copy = replaced = None
-        if shared_at is not None:
-            src = table.block_ids[shared_at]
-            (dst,) = self._pool.allocate(1)
-            copy = BlockCopy(src, dst)
-            replaced = table.replace(shared_at, dst)
-            self._pool.release((src,))
+        replaced = None
+        if copied_at is not None:
+            src = table.block_ids[copied_at]
+            (dst,) = pool.allocate(1)
+            pool.copies.append(BlockCopy(src, dst))
+            replaced = table.replace(copied_at, dst)
+            pool.release((src,))
         if num_missing:
-            table.append(self._pool.allocate(num_missing))
-        table.exclusive_from = min(table.exclusive_from, first_written * block_size)
+            table.append(pool.allocate(num_missing))
+        first_written = num_computed // block_size
+        begin = first_written * block_size
+        if begin < num_computed and (node := pool.nodes[table.block_ids[first_written]]):
+            begin += node.num_tokens
+        table.exclusive_from = min(table.exclusive_from, begin)
         new_block_ids = table.report()
-        if not new_block_ids and copy is None:
+        if not new_block_ids and replaced is None:
             return NO_GROWTH
-        return Growth(new_block_ids, replaced, copy)
+        return Growth(new_block_ids, replaced)
 
-    def fork(self, parent: BlockTable, child: BlockTable) -> tuple[BlockCopy, ...] | None:
+    def can_grow_all(self, demands: Sequence[GrowthDemand]) -> bool:
+        """Plays `grow` through: who copies a block leaves it to its other owners, and the last of
+        them writes in place, unless the prefix tree knows what would be overwritten."""
+        pool, block_size = self._pool, self._pool.block_size
+        num_free = pool.num_free
+        left: dict[int, int] = {}
+        for table, num_tokens, num_computed in demands:
+            num_needed = max(0, cdiv(num_tokens, block_size) - len(table.block_ids))
+            copied_at = self._entry_to_copy(table, num_computed, left)
+            if num_needed + (copied_at is not None) > num_free:
+                return False
+            num_free -= num_needed
+            if copied_at is not None:
+                block_id = table.block_ids[copied_at]
+                left[block_id] = left.get(block_id, pool.ref_counts[block_id]) - 1
+                num_free -= left[block_id] > 0  # else its old block is allocatable now
+        return True
+
+    def fork(self, parent: BlockTable, child: BlockTable) -> bool:
         """Share the blocks that hold committed tokens; no copies, always room.
 
         Blocks that the parent took for tokens it has not computed hold nothing to share, so at
@@ -77,23 +107,34 @@ class PagedPolicy:
         child.num_committed = num_tokens
         parent.mark_shared(num_tokens)
         child.mark_shared(num_tokens)
-        return ()
+        return True
 
     def release(self, table: BlockTable) -> tuple[BlockTable, ...]:
         """Blocks that nobody else owns are free at once."""
         self._pool.release(table.block_ids)
         return (table,)
 
-    def _shared_entry(self, table: BlockTable, first_written: int) -> int | None:
-        """Index of the entry to copy: the one at or after `first_written` with other owners."""
-        if not table.may_share:
-            return None
-        counts = self._pool.ref_counts
-        end = min(len(table.block_ids), table.exclusive_from // table.block_size)
-        shared = [i for i in range(first_written, end) if counts[table.block_ids[i]] > 1]
-        if len(shared) > 1:
+    def _entry_to_copy(
+        self, table: BlockTable, num_computed: int, left: Mapping[int, int] = _NONE_LEFT
+    ) -> int | None:
+        """Index of the entry that may not be written from position `num_computed` on: its block
+        has other owners, or the prefix tree finds tokens there that would be overwritten. `left`
+        has the owners by block that remain of more."""
+        counts, nodes = self._pool.ref_counts, self._pool.nodes
+        block_size, block_ids = table.block_size, table.block_ids
+        first_written, offset = divmod(num_computed, block_size)
+        to_copy = []
+        for index in range(
+            first_written, min(len(block_ids), cdiv(table.exclusive_from, block_size))
+        ):
+            block_id = block_ids[index]
+            node = nodes[block_id]
+            if left.get(block_id, counts[block_id]) > 1 or (node and node.num_tokens > offset):
+                to_copy.append(index)
+            offset = 0
+        if len(to_copy) > 1:
             raise IntegrityError(
-                f"sequence {table.seq_id} would rewrite {len(shared)} shared blocks (entries "
-                f"{shared}): only the last, partial block of a sequence is ever copied"
+                f"sequence {table.seq_id} would rewrite {len(to_copy)} shared blocks (entries "
+                f"{to_copy}): only the last, partial block of a sequence is ever copied"
             )
-        return shared[0] if shared else None
+        return to_copy[0] if to_copy else None

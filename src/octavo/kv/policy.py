@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 
 from octavo.kv.pool import BlockPool
 from octavo.kv.table import BlockTable
-from octavo.plan import BlockCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +28,13 @@ class SeqDemand:
     """The true final length where it is known (traces); only an oracle policy looks at it."""
     token_ids: Sequence[int] = ()
     """The sequence's own, growing list of tokens, for policies that find equal prefixes."""
+    salt: str = ""
+    """Prefixes are shared only between sequences of equal salt."""
+    resumed: bool = False
+    """It ran before and was preempted: what is found counts as its own."""
+    max_hit_tokens: int | None = None
+    """Most tokens that may be found instead of computed (prompt logprobs need the rest computed);
+    None: all but the last, whose logits are needed."""
 
 
 class Growth(NamedTuple):
@@ -38,18 +44,45 @@ class Growth(NamedTuple):
     """Blocks the runner does not know yet, to be appended to the sequence's table."""
     replaced: tuple[int, int] | None
     """Copy-on-write: (index in the table, new block id) of an entry the runner knows already."""
-    copy: BlockCopy | None
-    """The copy to be done before the step writes anything."""
 
 
-NO_GROWTH = Growth((), None, None)
+NO_GROWTH = Growth((), None)
 """The shared answer of a `grow` that changed nothing."""
+
+
+class GrowthDemand(NamedTuple):
+    """What one sequence of a group will ask of `grow`."""
+
+    table: BlockTable
+    num_tokens: int
+    num_computed: int
+
+
+class Preempted(NamedTuple):
+    """What a preempted sequence lost, and what was kept of it."""
+
+    num_blocks: int
+    """Blocks of the pool that became allocatable."""
+    tokens_moved: int
+    """Token states that were moved to host memory and wait there for it."""
+    tokens_lost: int
+    """Token states that nothing holds for it: a cache may still have them when it starts again."""
+
+
+class RestoreCost(NamedTuple):
+    """What it would take to bring a sequence back after a preemption."""
+
+    num_tokens: int
+    """Token states to compute again, if nothing is moved and no cache keeps them."""
+    num_blocks: int
+    """Blocks to move out, and in again, if they are moved: those that only it references."""
 
 
 class AllocationPolicy(Protocol):
     """Decides how sequences get blocks. One object serves one pool.
 
-    A method that can fail for lack of room changes nothing when it does.
+    A method that can fail for lack of room changes nothing when it does. Copies that must be done
+    before the next step writes anything go to `BlockPool.copies`, in their order.
     """
 
     @property
@@ -61,6 +94,13 @@ class AllocationPolicy(Protocol):
     def can_preempt(self) -> bool:
         """Whether sequences may be preempted: False when space is reserved in advance, so that
         a started sequence never lacks room and blocks taken away might not come back."""
+        ...
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether a table's blocks may lie anywhere and have other owners. Then the manager finds
+        prefixes, moves blocks to host memory and back, and resizes the pool; the policy need not
+        know. False: blocks are the policy's alone."""
         ...
 
     @property
@@ -77,9 +117,10 @@ class AllocationPolicy(Protocol):
         """Take charge of an empty pool. Called once, by the manager."""
         ...
 
-    def can_admit(self, demand: SeqDemand, keep_free: int) -> bool:
+    def can_admit(self, demand: SeqDemand, keep_free: int, num_shared: int) -> bool:
         """Whether `start` and `grow` to `demand.num_tokens` would succeed now and leave
-        `keep_free` blocks free. Admission by batches is decided here too."""
+        `keep_free` blocks free. Admission by batches is decided here too. `num_shared` blocks of it
+        are referenced by others, who share them (0 unless `shares_blocks`)."""
         ...
 
     def start(self, table: BlockTable) -> bool:
@@ -92,9 +133,13 @@ class AllocationPolicy(Protocol):
         on. Only called when `BlockTable.is_ready` says no. None: no room now."""
         ...
 
-    def fork(self, parent: BlockTable, child: BlockTable) -> tuple[BlockCopy, ...] | None:
-        """Give the empty `child` the committed tokens of `parent`: by sharing blocks (no copies)
-        or by copying them. None: no room now."""
+    def can_grow_all(self, demands: Sequence[GrowthDemand]) -> bool:
+        """Whether `grow` would succeed now for all of them, one after the other in this order."""
+        ...
+
+    def fork(self, parent: BlockTable, child: BlockTable) -> bool:
+        """Give the empty `child` the committed tokens of `parent`: by sharing blocks or by copying
+        them. False: no room now."""
         ...
 
     def release(self, table: BlockTable) -> Sequence[BlockTable]:

@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from octavo.errors import IntegrityError
 from octavo.kv.free_list import FreeList
+from octavo.kv.node import Node
+from octavo.plan import BlockCopy
 
 
 class BlockPool:
     """Blocks `0 .. num_blocks - 1` of `block_size` slots each.
 
-    A block is free (count 0, in the free list) or referenced (count = table entries that point at
-    it): invariant I1. Refusals are `IntegrityError`s that name the block.
+    A block is exactly one of (invariant I1): free (count 0, in the free list), cached (the same,
+    and with a node of the prefix tree, whose KV it holds), or referenced (count = table entries
+    and pins that point at it). Free and cached blocks can be allocated, in the order of the free
+    list: blocks without a node first, then cached ones, the least recently used first. Refusals
+    are `IntegrityError`s that name the block.
     """
 
-    __slots__ = ("_free", "_ref_counts", "block_size", "num_blocks")
+    __slots__ = (
+        "_free", "_ref_counts", "block_size", "copies", "evict", "keeps_cached", "nodes",
+        "num_blocks", "num_cached",
+    )  # fmt: skip
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._ref_counts = [0] * num_blocks
         self._free = FreeList(num_blocks)
+        self.nodes: list[Node | None] = [None] * num_blocks
+        """By block: the node whose KV it holds. Set by the prefix cache."""
+        self.num_cached = 0
+        """Blocks that are cached."""
+        self.keeps_cached = True
+        """Whether blocks with a node stay cached when nobody references them."""
+        self.evict: Callable[[int], None] = self._no_cache
+        """Takes the node from a block that is allocated (or not kept); the prefix cache's."""
+        self.copies: list[BlockCopy] = []
+        """Copies that no plan has taken yet, in the order in which they must be done."""
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody references."""
+        """Blocks that can be allocated: free and cached ones."""
         return len(self._free)
 
     @property
@@ -39,7 +57,7 @@ class BlockPool:
         return self._ref_counts
 
     def free_block_ids(self) -> list[int]:
-        """The free blocks, next to be allocated first."""
+        """Free and cached blocks, next to be allocated first."""
         return list(self._free)
 
     def is_free(self, block_id: int) -> bool:
@@ -53,15 +71,38 @@ class BlockPool:
         return self._ref_counts[block_id]
 
     def allocate(self, num: int) -> list[int]:
-        """Take the first `num` free blocks, for one owner each. Refuses more than are free."""
+        """Take the first `num` blocks of the free list, for one owner each; cached ones among them
+        are evicted. Refuses more than there are."""
         if num > len(self._free):
             raise IntegrityError(
                 f"{num} blocks were taken with {len(self._free)} of {self.num_blocks} free"
             )
         block_ids = self._free.pop_front(num)
+        nodes, counts = self.nodes, self._ref_counts
         for block_id in block_ids:
-            self._ref_counts[block_id] = 1
+            counts[block_id] = 1
+            if nodes[block_id] is not None:
+                self.num_cached -= 1
+                self.evict(block_id)
         return block_ids
+
+    def acquire(self, block_id: int) -> None:
+        """Give a cached or referenced block one more owner."""
+        if not self._ref_counts[block_id]:
+            assert self.nodes[block_id] is not None, f"block {block_id} holds nothing"
+            self._free.remove(block_id)
+            self.num_cached -= 1
+        self._ref_counts[block_id] += 1
+
+    def demote(self, block_id: int) -> None:
+        """A cached block is the next to be allocated."""
+        self._free.remove(block_id)
+        self._free.push_front((block_id,))
+
+    def make_free(self, block_id: int) -> None:
+        """A cached block that has just lost its node is a free one."""
+        self.num_cached -= 1
+        self.demote(block_id)
 
     def take(self, block_ids: Iterable[int]) -> None:
         """Take these very blocks, for one owner each. Refuses one that is not free."""
@@ -71,6 +112,9 @@ class BlockPool:
                 raise IntegrityError(f"block {block_id} is taken twice: it has {owners} owners")
             self._free.remove(block_id)
             self._ref_counts[block_id] = 1
+            if self.nodes[block_id] is not None:
+                self.num_cached -= 1
+                self.evict(block_id)
 
     def share(self, block_ids: Iterable[int]) -> None:
         """Give each of these referenced blocks one more owner. Refuses a free one."""
@@ -82,24 +126,83 @@ class BlockPool:
             counts[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Take one owner away from each; one that has no owner left is free.
+        """Take one owner away from each; one that has no owner left is cached or free.
 
-        Blocks freed last are reused first, a table's tail before its head: memory that was
-        touched recently is warm, and a lightly used pool touches few pages of its memory.
-        Refuses a block that is free already.
+        Free blocks that came last are reused first, a table's tail before its head: memory that
+        was touched recently is warm, and a lightly used pool touches few pages of its memory.
+        Cached blocks are reused after all others, again a table's tail before its head: a prefix
+        outlives what follows it. Refuses a block that is free already.
         """
-        counts = self._ref_counts
-        freed = []
+        counts, nodes = self._ref_counts, self.nodes
+        freed, cached = [], []
         try:
             for block_id in block_ids:
                 if not 0 <= block_id < self.num_blocks or counts[block_id] < 1:
                     self._check_id(block_id)
                     raise IntegrityError(f"block {block_id} is freed twice: it has no owner")
                 counts[block_id] -= 1
-                if not counts[block_id]:
-                    freed.append(block_id)
+                if counts[block_id]:
+                    continue
+                if nodes[block_id] is not None:
+                    if self.keeps_cached:
+                        cached.append(block_id)
+                        continue
+                    self.evict(block_id)
+                freed.append(block_id)
         finally:
             self._free.push_front(freed)
+            self.num_cached += len(cached)
+            for block_id in reversed(cached):
+                self._free.push_back(block_id)
+
+    def grow(self, num_blocks: int) -> None:
+        """Add blocks; they are the next to be allocated."""
+        num_new = num_blocks - self.num_blocks
+        order = [*range(self.num_blocks, num_blocks), *self._free]
+        self._ref_counts += [0] * num_new
+        self.nodes += [None] * num_new
+        self.num_blocks = num_blocks
+        self._free = FreeList.of(num_blocks, order)
+
+    def shrink(self, num_blocks: int) -> dict[int, int]:
+        """Give up all but `num_blocks` blocks; returns who moved where, by the old id.
+
+        Blocks go in the order of the free list, so the least recently used cached ones are evicted.
+        Those that stay, but lie beyond the end, are copied to where one went. Refuses to give up
+        referenced blocks.
+        """
+        num_gone = self.num_blocks - num_blocks
+        if num_gone > len(self._free):
+            raise IntegrityError(
+                f"{num_gone} of {self.num_blocks} blocks cannot go with {len(self._free)} free"
+            )
+        gone = self._free.pop_front(num_gone)
+        for block_id in gone:
+            if self.nodes[block_id] is not None:
+                self.num_cached -= 1
+                self.evict(block_id)
+        left = set(range(num_blocks, self.num_blocks)).difference(gone)
+        places = (block_id for block_id in sorted(gone) if block_id < num_blocks)
+        renamed = dict(zip(sorted(left), places, strict=True))
+        order = [renamed.get(block_id, block_id) for block_id in self._free]
+        moves = {}
+        for old, new in renamed.items():
+            node = self.nodes[old]
+            if self._ref_counts[old] or node is not None:
+                moves[old] = new
+                self.copies.append(BlockCopy(old, new))
+            self._ref_counts[new] = self._ref_counts[old]
+            self.nodes[new] = node
+            if node is not None:
+                node.block_id = new
+        del self._ref_counts[num_blocks:]
+        del self.nodes[num_blocks:]
+        self.num_blocks = num_blocks
+        self._free = FreeList.of(num_blocks, order)
+        return moves
+
+    def _no_cache(self, block_id: int) -> None:
+        raise AssertionError(f"block {block_id} has a node, and there is no prefix cache")
 
     def _check_id(self, block_id: int) -> None:
         if not 0 <= block_id < self.num_blocks:

@@ -1,4 +1,4 @@
-"""How many blocks: from a model's shape and the memory at hand to the size of the pool."""
+"""How many blocks: from a model's shape and the memory at hand to the pool and the host tier."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from dataclasses import dataclass, replace
 from octavo.errors import CapacityError
 from octavo.util import cdiv, human_bytes
 
+DEFAULT_HOST_SHARE = 0.25
+"""Of what is left beside the pool, where `--swap-space` does not say."""
+MAX_DEFAULT_HOST_BYTES = 4 * 2**30
+MAX_DEFAULT_HOST_POOLS = 4
+"""The default host tier is at most this many times as large as the pool."""
+_GIB = 2**30
 _LESS = (
     "free some memory, take a smaller --model, or lower --max-num-batched-tokens (activations) or "
     "--max-num-seqs (logits)"
@@ -41,7 +47,7 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Where the memory goes: weights + activations + logits + KV = budget. Bytes throughout."""
+    """Where the memory goes: weights + activations + logits + KV + host tier = budget, in bytes."""
 
     available_bytes: int
     """Free on the machine (and under its cgroup limits) before the engine took anything."""
@@ -58,6 +64,10 @@ class MemoryPlan:
     """Longest sequence that is wanted, in tokens; the pool may hold less (`max_seq_len`)."""
     chosen_by: str
     """What decided the size of the pool, in words or as a flag."""
+    num_host_blocks: int = 0
+    """Blocks in the host tier: preempted sequences and cached blocks that left the pool."""
+    host_chosen_by: str = "none"
+    """What decided the size of the host tier."""
 
     @property
     def bytes_per_block(self) -> int:
@@ -77,7 +87,12 @@ class MemoryPlan:
     @property
     def budget_bytes(self) -> int:
         """Everything the engine takes."""
-        return self.weights_bytes + self.activation_bytes + self.logits_bytes + self.kv_bytes
+        return sum(self.terms().values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host tier."""
+        return self.num_host_blocks * self.bytes_per_block
 
     @property
     def left_bytes(self) -> int:
@@ -96,6 +111,7 @@ class MemoryPlan:
             "activations": self.activation_bytes,
             "logits": self.logits_bytes,
             "KV cache": self.kv_bytes,
+            "host tier": self.host_bytes,
         }
 
     def __str__(self) -> str:
@@ -103,10 +119,12 @@ class MemoryPlan:
             f"{self.num_blocks:,} blocks x {self.block_size} tokens x "
             f"{self.shape.bytes_per_token:,} B, {self.chosen_by}"
         )
-        notes = {"KV cache": kv}
+        host = f"{self.num_host_blocks:,} blocks, {self.host_chosen_by}"
+        notes = {"KV cache": kv, "host tier": host}
         lines = [
             f"{'+' if i else ' '} {name:<12} {human_bytes(size):>12}  {notes.get(name, '')}"
             for i, (name, size) in enumerate(self.terms().items())
+            if size or name != "host tier"
         ]
         lines += [
             f"= {'budget':<12} {human_bytes(self.budget_bytes):>12}  of "
@@ -130,8 +148,10 @@ def plan_memory(
     num_blocks: int | None = None,
     kv_share: float = 0.5,
     require_max_model_len: bool = True,
+    swap_space: float | None = 0,
+    need_host: str | None = None,
 ) -> MemoryPlan:
-    """Size the pool. Raises `CapacityError`, with the arithmetic, when it cannot be.
+    """Size the pool and the host tier. Raises `CapacityError`, with the arithmetic, when it cannot.
 
     `num_blocks` and `kv_cache_memory_bytes` are taken as they are, the first before the second, and
     must fit into what weights, activations and logits leave. Without either the pool gets
@@ -139,6 +159,8 @@ def plan_memory(
     use.
     `require_max_model_len` refuses a pool in which one such sequence does not fit: for a length
     that was asked for, not for one that is only the model's limit.
+    `swap_space` is the host tier in GiB; None: a quarter of what is left beside the pool, at most 4
+    GiB and four times the pool. `need_host` names the flag that cannot do without a host tier.
     """
     base = MemoryPlan(
         available_bytes=available_bytes,
@@ -183,7 +205,60 @@ def plan_memory(
         raise CapacityError(_no_block(base, kv_cache_memory_bytes, kv_share))
     if require_max_model_len and num_blocks * block_size < max_model_len:
         raise CapacityError(_no_max_model_len(base, num_blocks, chosen_by))
-    return replace(base, num_blocks=num_blocks, chosen_by=chosen_by)
+    sized = replace(base, num_blocks=num_blocks, chosen_by=chosen_by)
+    return _with_host_tier(sized, swap_space, need_host)
+
+
+def _with_host_tier(plan: MemoryPlan, swap_space: float | None, need: str | None) -> MemoryPlan:
+    left, block = plan.left_bytes, plan.bytes_per_block
+    if swap_space is None:
+        most = min(MAX_DEFAULT_HOST_BYTES, MAX_DEFAULT_HOST_POOLS * plan.kv_bytes)
+        share = int(left * DEFAULT_HOST_SHARE)
+        wanted = min(share, most)
+        chosen_by = f"{DEFAULT_HOST_SHARE:.0%} of what the pool leaves"
+        if share > most == MAX_DEFAULT_HOST_BYTES:
+            chosen_by = "the most that is taken by default"
+        elif share > most:
+            chosen_by = f"{MAX_DEFAULT_HOST_POOLS} x the pool"
+    else:
+        wanted, chosen_by = int(swap_space * _GIB), "--swap-space"
+        if wanted > left:
+            limit = int(left / _GIB * 100) / 100
+            raise CapacityError(
+                f"--swap-space {swap_space:g} GiB is more than is left beside the KV pool: "
+                f"{_left_for_kv(replace(plan, num_blocks=0))} - {human_bytes(plan.kv_bytes)} KV "
+                f"pool = {human_bytes(left)}; lower it to at most {limit:g}, "
+                "or lower --kv-cache-memory-bytes"
+            )
+    num_blocks = wanted // block
+    if num_blocks == 0 and (swap_space or need is not None):
+        what = "--swap-space" if swap_space else f"{need} needs a host tier, which"
+        raise CapacityError(
+            f"{what} has no room for one KV block: it is {human_bytes(wanted)} and a block "
+            f"{human_bytes(block)}; raise --swap-space to at least {block / _GIB:.6g}"
+        )
+    return replace(plan, num_host_blocks=num_blocks, host_chosen_by=chosen_by)
+
+
+def resized(plan: MemoryPlan, num_bytes: int) -> MemoryPlan:
+    """The plan with a pool of `num_bytes`, whole blocks of it.
+
+    Raises `CapacityError` for more than the rest leaves, or less than a block.
+    """
+    block, most = plan.bytes_per_block, plan.kv_bytes + plan.left_bytes
+    if num_bytes < block:
+        raise CapacityError(
+            f"{num_bytes:,} B is less than one KV block of {block:,} B: {plan.block_size} tokens x "
+            f"{plan.shape.bytes_per_token:,} B"
+        )
+    if num_bytes > most:
+        raise CapacityError(
+            f"{num_bytes:,} B ({human_bytes(num_bytes)}) is more than is left for the KV pool: "
+            f"{_left_for_kv(replace(plan, num_blocks=0, num_host_blocks=0))} - "
+            f"{human_bytes(plan.host_bytes)} host tier = {human_bytes(most)}; ask for at most "
+            f"{most:,}"
+        )
+    return replace(plan, num_blocks=num_bytes // block, chosen_by="resized while running")
 
 
 def _left_for_kv(plan: MemoryPlan) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, overload
 
 from octavo.errors import IntegrityError
+from octavo.kv.node import Node, RootName
 
 if TYPE_CHECKING:
     from octavo.kv.policy import SeqDemand
@@ -57,11 +58,16 @@ class BlockTable:
         "capacity",
         "demand",
         "exclusive_from",
+        "last_node",
         "max_total_tokens",
         "may_share",
+        "next_register",
         "num_committed",
+        "num_registered",
         "num_reported",
+        "root_name",
         "seq_id",
+        "token_ids",
     )
 
     def __init__(
@@ -79,12 +85,25 @@ class BlockTable:
         self.max_total_tokens = demand.max_total_tokens
         """Most tokens it may still come to hold."""
         self.exclusive_from = sys.maxsize
-        """Positions from here on are known to lie in blocks that nobody else has. Beyond every
-        position as long as the runner has not been told of the first blocks."""
+        """Positions from here on are known to lie in blocks that nobody else has, behind what the
+        prefix tree knows of them. Beyond every position as long as the runner has not been told of
+        the first blocks."""
         self.num_reported = 0
         """Entries the runner knows."""
         self.may_share = False
-        """Whether an entry may have other owners; True is a guess, False is certain."""
+        """Whether a block that is not full may have other owners; True is a guess, False is
+        certain."""
+        self.token_ids: Sequence[int] = demand.token_ids
+        """The sequence's own, growing list; empty if it is not known."""
+        self.root_name: RootName = ("", "")
+        """Under which root of the prefix tree its blocks are."""
+        self.last_node: Node | None = None
+        """The node of its last block in the prefix tree; None before the first."""
+        self.num_registered = 0
+        """Its first blocks, all full, that have a node: this block's own or an equal one's."""
+        self.next_register = sys.maxsize
+        """Tokens with which the next block has to be registered; beyond every length where nothing
+        is registered (any more)."""
 
     def __repr__(self) -> str:
         return f"BlockTable(seq_id={self.seq_id}, block_ids={self.block_ids})"
@@ -100,6 +119,7 @@ class BlockTable:
 
     def replace(self, index: int, block_id: int) -> tuple[int, int] | None:
         """Set one entry (copy-on-write); returns what the runner must be told, if it knows it."""
+        self.account.replace(self.block_ids[index], block_id)
         self.block_ids[index] = block_id
         return (index, block_id) if index < self.num_reported else None
 

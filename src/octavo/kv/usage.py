@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from octavo.errors import IntegrityError
 from octavo.kv.table import BlockTable
-from octavo.outputs import RequestKVUsage
+from octavo.outputs import PrefixMiss, RequestKVUsage
 
 
 class RequestAccount:
@@ -24,7 +24,12 @@ class RequestAccount:
         "_since_s",
         "_tail_tokens",
         "block_size",
+        "cached_tokens",
+        "forked_tokens",
+        "has_started",
+        "misses",
         "request_id",
+        "resumed_tokens",
         "tables",
     )
 
@@ -42,6 +47,10 @@ class RequestAccount:
         self._peak_blocks = 0
         self._block_seconds = 0.0
         self._since_s = now_s
+        self.has_started = False
+        """Whether one of its sequences has looked for a prefix."""
+        self.cached_tokens = self.resumed_tokens = self.forked_tokens = 0
+        self.misses: tuple[PrefixMiss, ...] = ()
 
     @property
     def num_blocks(self) -> int:
@@ -51,7 +60,24 @@ class RequestAccount:
     def usage(self, now_s: float) -> RequestKVUsage:
         """The cost until now."""
         self.settle(now_s)
-        return RequestKVUsage(self._peak_blocks, self._block_seconds, self._peak_shared_tokens)
+        return RequestKVUsage(
+            peak_blocks=self._peak_blocks,
+            block_seconds=self._block_seconds,
+            shared_tokens=self._peak_shared_tokens,
+            cached_tokens=self.cached_tokens,
+            resumed_tokens=self.resumed_tokens,
+            forked_tokens=self.forked_tokens,
+            misses=self.misses,
+        )
+
+    def entries_of(self, block_id: int) -> int:
+        """How many of its table entries point at a block."""
+        return self._entries.get(block_id, 0)
+
+    def rename(self, moves: dict[int, int]) -> None:
+        """Blocks have other ids, by the old one."""
+        self._entries = {moves.get(i, i): num for i, num in self._entries.items()}
+        self._tail_tokens = {moves.get(i, i): num for i, num in self._tail_tokens.items()}
 
     def settle(self, now_s: float) -> None:
         """Add the block-seconds since the last change; called before every change."""
@@ -93,6 +119,11 @@ class RequestAccount:
                 del entries[block_id]
             if count == 1:
                 self._shared_tokens -= self._tail_tokens.pop(block_id, self.block_size)
+
+    def replace(self, old_id: int, new_id: int) -> None:
+        """One table entry points at another block; `settle` was called."""
+        self.remove((old_id,))
+        self.add((new_id,))
 
     def _count(self, block_ids: Iterable[int]) -> None:
         entries = self._entries

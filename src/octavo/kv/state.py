@@ -1,0 +1,255 @@
+"""What the memory room knows, and the questions about it that change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from octavo.errors import CapacityError, ConfigError, IntegrityError
+from octavo.kv.cache import PrefixCache
+from octavo.kv.integrity import check_integrity
+from octavo.kv.integrity_cache import check_cache
+from octavo.kv.ledger import PoolLedger, RequestLedger, pool_ledger, request_ledger
+from octavo.kv.paged import PagedPolicy
+from octavo.kv.pins import Pins
+from octavo.kv.policy import AllocationPolicy, RestoreCost, SeqDemand
+from octavo.kv.pool import BlockPool
+from octavo.kv.stats import PrefixCacheStats
+from octavo.kv.swap import Holds, own_blocks
+from octavo.kv.table import BlockTable, TableView
+from octavo.kv.tiers import ColdStore, TierLedger
+from octavo.kv.usage import RequestAccount
+from octavo.outputs import RequestKVUsage
+
+
+class KVState:
+    """The tables over one pool, the tree of what blocks hold, and the accounts of requests."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        policy: AllocationPolicy | None = None,
+        bytes_per_block: int = 0,
+        *,
+        enable_prefix_caching: bool = False,
+        num_host_blocks: int = 0,
+        disk: ColdStore | None = None,
+        max_disk_blocks: int = 0,
+    ) -> None:
+        """An empty pool of `num_blocks` blocks of `block_size` tokens.
+
+        `policy` must be fresh (it serves one pool); None is paged. `bytes_per_block` is only used
+        to express ledgers in bytes. Without `enable_prefix_caching` a block stays as long as a
+        sequence references it or, preempted, waits for it. `num_host_blocks` is the size of the
+        host tier; behind it `disk` keeps at most `max_disk_blocks`. Raises `CapacityError` for a
+        pool without a block and `ConfigError` for a block size below 1, bytes that do not divide
+        by it, and tiers that cannot be used.
+        """
+        if block_size < 1:
+            raise ConfigError(f"block_size must be at least 1, got {block_size}: --block-size")
+        if num_blocks < 1:
+            raise CapacityError(
+                f"the KV pool needs at least 1 block of {block_size} tokens, got {num_blocks}; "
+                "raise --num-gpu-blocks-override or --kv-cache-memory-bytes"
+            )
+        if bytes_per_block < 0 or bytes_per_block % block_size:
+            raise ConfigError(
+                f"bytes_per_block={bytes_per_block} is not a multiple of block_size={block_size}"
+            )
+        if num_host_blocks < 0 or max_disk_blocks < 0:
+            raise ConfigError(
+                f"num_host_blocks={num_host_blocks} and max_disk_blocks={max_disk_blocks} must not "
+                "be negative: --swap-space, --kv-disk-bytes"
+            )
+        if disk is not None and not (num_host_blocks and enable_prefix_caching):
+            raise ConfigError(
+                "the disk tier keeps cached blocks, which pass through host memory: it needs "
+                f"--enable-prefix-caching and a --swap-space of at least one block, and there are "
+                f"{num_host_blocks}"
+            )
+        self.block_size = block_size
+        self.bytes_per_block = bytes_per_block
+        self.policy: AllocationPolicy = PagedPolicy() if policy is None else policy
+        self._pool = BlockPool(num_blocks, block_size)
+        self.policy.attach(self._pool)
+        self._cache = PrefixCache(
+            self._pool,
+            enabled=enable_prefix_caching and self.policy.shares_blocks,
+            num_host_blocks=num_host_blocks if self.policy.shares_blocks else 0,
+            disk=disk,
+            max_disk_blocks=max_disk_blocks,
+        )
+        self._holds = Holds(self._cache)
+        self._pins = Pins(self._cache)
+        self._tables: dict[int, BlockTable] = {}
+        self._deferred: dict[int, BlockTable] = {}
+        """Released sequences whose blocks the policy holds back until their batch ends."""
+        self._accounts: dict[str, RequestAccount] = {}
+        self._now_s = 0.0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self._pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be allocated: free ones, and cached ones that nobody references."""
+        return self._pool.num_free
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens the pool can hold."""
+        return self._pool.num_blocks * self.block_size
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences with a table."""
+        return len(self._tables)
+
+    @property
+    def max_tokens_of_one_sequence(self) -> int:
+        """Most tokens that one sequence, alone in the pool, can hold under the policy. Pinned
+        blocks are not for it."""
+        return self.policy.max_tokens_of_one_sequence - self._pins.num_blocks * self.block_size
+
+    @property
+    def can_preempt(self) -> bool:
+        """Whether the policy lets running sequences be preempted (False: it reserves space, so
+        `grow` up to `max_total_tokens` always succeeds)."""
+        return self.policy.can_preempt
+
+    def has(self, seq_id: int) -> bool:
+        """Whether the sequence has a table."""
+        return seq_id in self._tables
+
+    def block_table(self, seq_id: int) -> Sequence[int]:
+        """The sequence's block ids, logical to physical: a read-only view, empty after release."""
+        return TableView(self._table(seq_id).block_ids)
+
+    def slot(self, seq_id: int, position: int) -> int:
+        """The slot of a token: `block_id * block_size + offset in the block`."""
+        return self._table(seq_id).slot(position)
+
+    def num_committed(self, seq_id: int) -> int:
+        """Tokens of the sequence whose KV is in the pool."""
+        return self._table(seq_id).num_committed
+
+    def ref_count(self, block_id: int) -> int:
+        """Table entries and pins that point at a block; 0 means it is free or cached."""
+        return self._pool.ref_count(block_id)
+
+    # -- may it be done?
+
+    def can_admit(self, demand: SeqDemand, keep_free: int = 0) -> bool:
+        """Whether `start` and `grow` to `demand.num_tokens` would succeed now, and leave
+        `keep_free` blocks free. What would be found is taken into account. Changes nothing.
+
+        `keep_free` (the watermark) is taken literally: pass 0 when nothing runs, or a prompt as
+        large as the pool waits for ever.
+        """
+        if self.policy.can_admit(demand, keep_free, 0):
+            return True
+        if not self.policy.shares_blocks:
+            return False
+        root_name = self._holds.root_name_of(demand)
+        num_shared = self._cache.num_shared(demand, root_name)
+        return num_shared > 0 and self.policy.can_admit(demand, keep_free, num_shared)
+
+    def restore_cost(self, seq_id: int) -> RestoreCost:
+        """What it would take to bring a running sequence back after a preemption. What others
+        share with it stays where it is, and costs nothing."""
+        own = own_blocks(self._table(seq_id), self._cache)
+        return RestoreCost(sum(num for _, _, num in own), len(own))
+
+    def host_room(self) -> int:
+        """Host blocks that a preempted sequence may have now."""
+        return self._cache.host.room
+
+    def resize_shortfall(self, num_blocks: int) -> int:
+        """Blocks that must be released before `resize` to `num_blocks` can succeed."""
+        return max(0, self._pool.num_used - num_blocks)
+
+    # -- accounts
+
+    def request_usage(self, request_id: str) -> RequestKVUsage:
+        """What a request has cost until now; zeros for one that never held a block."""
+        account = self._accounts.get(request_id)
+        return RequestKVUsage() if account is None else account.usage(self._now_s)
+
+    def cache_stats(self) -> PrefixCacheStats:
+        """What the prefix cache and the tiers did since the start; a copy."""
+        return self._cache.stats.copy()
+
+    def ledger(self) -> PoolLedger:
+        """Where every slot of the pool is (paper section 3.1), now. O(sequences)."""
+        return pool_ledger(
+            self._all_tables(),
+            self._pool,
+            self.bytes_per_block,
+            self.policy.num_external_blocks,
+            self._pins.counts,
+        )
+
+    def host_ledger(self) -> TierLedger:
+        """Where every block of the host tier is."""
+        host = self._cache.host
+        num_held = host.num_blocks - host.room
+        return TierLedger(
+            num_blocks=host.num_blocks,
+            held=num_held,
+            cached=host.num_blocks - num_held - host.num_free,
+            free=host.num_free,
+            bytes_per_block=self.bytes_per_block,
+        )
+
+    def disk_ledger(self) -> TierLedger:
+        """Where every block of the disk tier is; blocks planned to go there count already."""
+        disk = None if self._cache.cold is None else self._cache.cold.disk
+        num, most = (0, 0) if disk is None else (len(disk), disk.max_blocks)
+        return TierLedger(
+            num_blocks=most,
+            held=0,
+            cached=num,
+            free=most - num,
+            bytes_per_block=self.bytes_per_block,
+        )
+
+    def request_ledger(self, request_id: str) -> RequestLedger:
+        """The same for the blocks of one request; empty for one that holds none."""
+        account = self._accounts.get(request_id)
+        if account is None:
+            return request_ledger((), 0, lambda _: 0, self._pool, self.bytes_per_block)
+        return request_ledger(
+            account.tables, account.num_blocks, account.entries_of, self._pool, self.bytes_per_block
+        )
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` naming the first block or sequence that breaks I1, I2 or I7."""
+        check_integrity(self._all_tables(), self._pool, self._pins.counts)
+        check_cache(self._cache, self._holds)
+        for request_id, account in self._accounts.items():
+            account.check_integrity(request_id)
+        self.ledger().check_integrity()
+        self.host_ledger().check_integrity()
+        self.disk_ledger().check_integrity()
+
+    # -- inside
+
+    def _all_tables(self) -> list[BlockTable]:
+        return [*self._tables.values(), *self._deferred.values()]
+
+    def _table(self, seq_id: int) -> BlockTable:
+        table = self._tables.get(seq_id)
+        if table is None:
+            raise self._unknown(seq_id)
+        return table
+
+    def _unknown(self, seq_id: int) -> IntegrityError:
+        return IntegrityError(
+            f"sequence {seq_id} has no block table: it was never started, or is released already"
+        )
+
+    def _check_unused(self, seq_id: int) -> None:
+        if seq_id in self._tables or seq_id in self._deferred:
+            raise IntegrityError(f"sequence {seq_id} has a block table already")

@@ -1,0 +1,107 @@
+"""What waits for preempted sequences: swap is the host tier with holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from octavo.kv.cache import PrefixCache
+from octavo.kv.node import Node, RootName
+from octavo.kv.policy import SeqDemand
+from octavo.kv.table import BlockTable
+from octavo.kv.tree import chain_to
+
+
+class MovedOut(NamedTuple):
+    """What became of a preempted sequence's token states."""
+
+    tokens_moved: int
+    tokens_lost: int
+    block_ids: list[int]
+    """Blocks of the pool whose content is on the host now."""
+
+
+class Holds:
+    """By preempted sequence: the nodes that are kept for it until it starts again or ends.
+
+    A hold outlasts where a node is: one that others keep in the pool moves to the host when they
+    are done with it, and stays there as long as somebody waits for it.
+    """
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+        self.nodes: dict[int, list[Node]] = {}
+        self._relatives: dict[int, tuple[Sequence[int], RootName]] = {}
+        """By preempted sequence where each request has its own root: its tokens and that root."""
+
+    def note(self, table: BlockTable) -> None:
+        """A sequence is preempted: it will look for its relatives' blocks when it comes back."""
+        if not self._cache.enabled:
+            self._relatives[table.seq_id] = (table.token_ids, table.root_name)
+
+    def root_name_of(self, demand: SeqDemand) -> RootName:
+        """Under which root a waiting sequence will look."""
+        for token_ids, root_name in self._relatives.values():
+            if token_ids is demand.token_ids:
+                return root_name
+        return self._cache.root_name(demand.salt, None)
+
+    def close(self, request_id: str) -> None:
+        """A request has ended."""
+        for seq_id, (_, root_name) in list(self._relatives.items()):
+            if root_name == ("", request_id):
+                del self._relatives[seq_id]
+
+    def move_out(self, table: BlockTable) -> MovedOut:
+        """Hold all that a running sequence has, and move to the host what only it has, from its
+        first block on, as far as there is room. Its blocks are still to be released."""
+        cache = self._cache
+        tail = cache.register_tail(table, or_shared=True)
+        nodes = chain_to(table.last_node, table.num_registered)
+        if len(nodes) < table.num_registered:  # the tree has forgotten where they belong
+            nodes.clear()
+        if tail is not None:
+            nodes.append(tail)
+        for node in nodes:
+            cache.host.hold(node)
+        self.nodes[table.seq_id] = nodes
+        moved = lost = 0
+        block_ids: list[int] = []
+        for index, block_id, num_tokens in own_blocks(table, cache):
+            held = nodes[index] if index < len(nodes) else None
+            if held is None or (held.block_id != block_id and not held.is_resident):
+                lost += num_tokens
+            elif held.block_id != block_id:
+                pass  # an equal block is somewhere else
+            elif held.host_id >= 0 or cache.to_host(held):
+                block_ids.append(block_id)
+                if held.num_holds == 1:  # else it is there already, for somebody else too
+                    cache.stats.swapped_out += 1
+                    moved += num_tokens
+            else:
+                lost += num_tokens
+        return MovedOut(moved, lost, block_ids)
+
+    def drop(self, seq_id: int) -> None:
+        """Nobody waits for the sequence's blocks any more; harmless if nobody did."""
+        self._relatives.pop(seq_id, None)
+        for node in reversed(self.nodes.pop(seq_id, ())):
+            self._cache.unhold(node)
+
+    def clear(self) -> None:
+        """Forget all holds, without regard to where the nodes are."""
+        for nodes in self.nodes.values():
+            for node in nodes:
+                node.num_holds = 0
+        self.nodes.clear()
+
+
+def own_blocks(table: BlockTable, cache: PrefixCache) -> list[tuple[int, int, int]]:
+    """(index, block, token states) of the blocks with tokens that nobody else references."""
+    counts, size = cache.pool.ref_counts, table.block_size
+    found = []
+    for index in range(-(-table.num_committed // size)):
+        block_id = table.block_ids[index]
+        if counts[block_id] == 1:
+            found.append((index, block_id, min(size, table.num_committed - index * size)))
+    return found
