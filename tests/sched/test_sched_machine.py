@@ -1,9 +1,10 @@
 """A hypothesis machine over the real scheduler and the real pool, against the runner's replica.
 
-Random requests, samples, priorities, ends and aborts at any moment, up to three plans under way,
-pools of 3 to 200 blocks. The replica rebuilds everything from plans, so that any inconsistency
-shows; every sequence must generate exactly what it generates alone (I4); in the end all of them
-have ended within bounded steps (I5) and the pool is empty (I3).
+Random requests, samples, beams, priorities, common prefixes, salts, ends and aborts at any moment,
+up to three plans under way, pools of 3 to 200 blocks, with and without prefix cache. The replica
+rebuilds everything from plans, so that any inconsistency shows; every sequence must generate
+exactly what it generates alone, and a search must find what it finds alone (I4); in the end all
+of them have ended within bounded steps (I5) and the pool is empty (I3).
 """
 
 from __future__ import annotations
@@ -13,9 +14,16 @@ from collections import Counter, deque
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from sched_support import ReplicaRunner, assert_drained, lonely_run, make_request
+from sched_support import (
+    ReplicaRunner,
+    assert_drained,
+    lonely_beams,
+    lonely_run,
+    make_beams,
+    make_request,
+)
 
-from octavo.errors import InvalidRequestError, RequestCapacityError
+from octavo.errors import CapacityError, InvalidRequestError, RequestCapacityError
 from octavo.kv import KVCacheManager
 from octavo.plan import StepResult
 from octavo.request import FinishReason, Request
@@ -25,14 +33,19 @@ MAX_UNDER_WAY = 3
 
 
 class Live:
-    """What the machine knows of a sequence."""
+    """What the machine knows of a sample, or of a rank of a beam search."""
 
-    def __init__(self, request: Request, sample_index: int, max_total: int) -> None:
+    def __init__(self, request: Request, index: int, max_total: int) -> None:
         self.request = request
         self.max_total = max_total
-        self.tokens, self.reason, self.stop_reason = lonely_run(request, sample_index, max_total)
         self.received: list[int] = []
-        self.done = False
+        if request.beam is None:
+            self.tokens, self.reason, self.stop_reason = lonely_run(request, index, max_total)
+            self.scores: tuple[float | None, ...] = (None, None)
+            return
+        beam = lonely_beams(request)[index]
+        self.tokens, self.reason, self.stop_reason = list(beam.token_ids), beam.finish_reason, None
+        self.scores = (beam.cum_logprob, beam.score)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -45,6 +58,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len=st.integers(2, 80),
         policy=st.sampled_from(["fcfs", "priority"]),
         watermark=st.sampled_from([0.0, 0.0, 0.01, 0.2, 0.6]),
+        prefix_caching=st.booleans(),
+        num_host_blocks=st.sampled_from([0, 0, 4, 60]),
+        mode=st.sampled_from(["recompute", "swap", "swap", "auto"]),
+        victim=st.sampled_from(["last-come", "lowest-cost", "priority"]),
     )
     def start(
         self,
@@ -56,11 +73,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len: int,
         policy: str,
         watermark: float,
+        prefix_caching: bool,
+        num_host_blocks: int,
+        mode: str,
+        victim: str,
     ) -> None:
         if is_tight:  # many preemptions
             num_blocks = 3 + num_blocks % 8
             max_num_seqs, max_model_len, watermark = max_num_seqs + 3, 1000, 0.0
-        self.kv = KVCacheManager(num_blocks, block_size)
+        self.kv = KVCacheManager(
+            num_blocks,
+            block_size,
+            enable_prefix_caching=prefix_caching,
+            num_host_blocks=num_host_blocks,
+        )
         max_tokens = max_num_seqs + extra_tokens
         self.scheduler = Scheduler(
             self.kv,
@@ -69,15 +95,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=max_model_len,
             policy=policy,  # type: ignore[arg-type]
             watermark=watermark,
+            preemption_mode=mode,  # type: ignore[arg-type]
+            preemption_victim=victim,  # type: ignore[arg-type]
         )
         self.policy = policy
+        self.max_model_len = max_model_len
         self.most = min(max_model_len, num_blocks * block_size)
+        self.has_shrunk = False
         self.runner = ReplicaRunner(
             num_blocks, block_size, max_tokens=max_tokens, max_seqs=max_num_seqs
         )
+        self.max_num_seqs = max_num_seqs
         self.under_way: deque[StepResult] = deque()
-        self.live: dict[int, Live] = {}
+        self.live: dict[tuple[str, int], Live] = {}
+        """By request and sample index."""
         self.live_ids: dict[str, RequestStats] = {}
+        self.prompt_logprobs: dict[str, list[int]] = {}
         self.num_computed: Counter[str] = Counter()
         self.now_s = 0.0
 
@@ -92,6 +125,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         eos=st.frozensets(st.integers(0, 39), max_size=2),
         stop=st.frozensets(st.integers(0, 39), max_size=2),
         min_tokens=st.sampled_from([0, 0, 1, 5]),
+        like=st.sampled_from("xyz"),
+        differs=st.floats(0, 1) | st.just(1.0),
+        salt=st.sampled_from(["", "", "s"]),
+        num_prompt_logprobs=st.sampled_from([None, None, None, 0]),
     )
     def add(
         self,
@@ -103,6 +140,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         eos: frozenset[int],
         stop: frozenset[int],
         min_tokens: int,
+        like: str,
+        differs: float,
+        salt: str,
+        num_prompt_logprobs: int | None,
     ) -> None:
         num_prompt = 1 + round(share * self.most)
         request = make_request(
@@ -114,6 +155,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             eos_token_ids=eos,
             stop_token_ids=stop,
             min_tokens=min_tokens,
+            like=like,
+            differs_at=round(differs * num_prompt),
+            cache_salt=salt,
+            num_prompt_logprobs=num_prompt_logprobs,
             arrival_s=self.now_s,
         )
         total = num_prompt + (max_tokens or 1)
@@ -127,10 +172,67 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert name in self.live_ids and error.parameter == "request_id"
             return
         assert total <= self.most and name not in self.live_ids
+        self.note(request, stats, self.most if max_tokens is None else total)
+
+    @rule(
+        name=st.sampled_from("abcdefghij"),
+        share=st.floats(0, 0.7) | st.floats(0, 0.2),
+        max_tokens=st.integers(1, 20),
+        width=st.integers(1, 5),
+        priority=st.integers(-2, 2),
+        eos=st.frozensets(st.integers(0, 39), max_size=3),
+        like=st.sampled_from("xyz"),
+        differs=st.floats(0, 1) | st.just(1.0),
+        early_stopping=st.sampled_from([True, False, "never"]),
+        length_penalty=st.sampled_from([1.0, 0.0, -1.0, 2.0]),
+    )
+    def add_beams(
+        self,
+        name: str,
+        share: float,
+        max_tokens: int,
+        width: int,
+        priority: int,
+        eos: frozenset[int],
+        like: str,
+        differs: float,
+        early_stopping: bool | str,
+        length_penalty: float,
+    ) -> None:
+        num_prompt = 1 + round(share * self.most)
+        request = make_beams(
+            name,
+            num_prompt,
+            width,
+            max_tokens=max_tokens,
+            early_stopping=early_stopping,
+            length_penalty=length_penalty,
+            priority=priority,
+            eos_token_ids=eos,
+            like=like,
+            differs_at=round(differs * num_prompt),
+            arrival_s=self.now_s,
+        )
+        total = num_prompt + max_tokens
+        size = self.kv.block_size
+        num_blocks = num_prompt // size + width * (-(-total // size) - num_prompt // size)
+        try:
+            stats = self.scheduler.add(request)
+        except RequestCapacityError:
+            is_large = total > self.most or num_blocks > self.kv.num_blocks
+            assert is_large or width > self.max_num_seqs
+            return
+        except InvalidRequestError as error:
+            assert name in self.live_ids and error.parameter == "request_id"
+            return
+        self.note(request, stats, total)
+
+    def note(self, request: Request, stats: RequestStats, max_total: int) -> None:
+        name = request.request_id
         self.live_ids[name] = stats
-        max_total = self.most if max_tokens is None else total
-        for index, seq_id in enumerate(self.scheduler.seq_ids(name)):
-            self.live[seq_id] = Live(request, index, max_total)
+        self.prompt_logprobs[name] = []
+        for index in range(request.n):
+            self.live[name, index] = Live(request, index, max_total)
 
     @precondition(lambda self: len(self.under_way) < MAX_UNDER_WAY)
     @rule()
@@ -139,12 +241,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.scheduler.schedule(self.now_s)
         self.kv.check_integrity()
         if plan is None:
-            assert self.scheduler.take_updates() == []
+            for news in self.scheduler.take_updates():
+                assert self.has_shrunk, "cut short although it was admitted"
+                self.receive(news)
             assert self.under_way or not self.live, "nothing runs, but there is work"
             return
-        assert plan.copies == []
         for share in plan.seqs:
-            self.num_computed[self.live[share.seq_id].request.request_id] += share.num_tokens
+            (name,) = self.scheduler.request_ids_of([share.seq_id])
+            self.num_computed[name] += share.num_tokens
         self.under_way.append(self.runner.execute(plan))
         self.check_tables()
 
@@ -171,56 +275,120 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.live_ids)))
         assert self.scheduler.abort(name)
         assert not self.scheduler.abort(name)
-        for seq_id in [i for i, seq in self.live.items() if seq.request.request_id == name]:
-            self.drop(seq_id)
+        for key in [key for key in self.live if key[0] == name]:
+            self.drop(key)
         self.kv.check_integrity()
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        seq_id = data.draw(st.sampled_from(sorted(self.live)))
-        assert self.scheduler.finish(seq_id, FinishReason.STOP, "END")
-        assert not self.scheduler.finish(seq_id, FinishReason.STOP, "END")
-        self.drop(seq_id)
+        name, index = data.draw(st.sampled_from(sorted(self.live)))
+        seq_ids = self.scheduler.seq_ids(name)
+        if self.live[name, index].request.beam is not None:
+            assert not self.scheduler.finish(seq_ids[0], FinishReason.STOP, "END")
+            return
+        assert self.scheduler.finish(seq_ids[index], FinishReason.STOP, "END")
+        assert not self.scheduler.finish(seq_ids[index], FinishReason.STOP, "END")
+        self.drop((name, index))
+        self.kv.check_integrity()
+
+    @precondition(lambda self: not self.under_way)
+    @rule(num_blocks=st.integers(3, 12) | st.integers(3, 200))
+    def resize(self, num_blocks: int) -> None:
+        old = self.kv.num_blocks
+        try:
+            self.scheduler.resize(num_blocks, self.now_s)
+        except CapacityError:
+            assert num_blocks < old == self.kv.num_blocks
+            return
+        assert self.kv.num_blocks == num_blocks
+        self.most = min(self.max_model_len, num_blocks * self.kv.block_size)
+        if num_blocks > old:
+            self.runner.resize(num_blocks)
+        elif num_blocks < old:
+            self.has_shrunk = True
+            plan = self.scheduler.schedule(self.now_s)
+            assert plan is not None and not plan.seqs
+            result = self.runner.execute(plan)
+            self.runner.resize(num_blocks)
+            assert self.scheduler.update(result, self.now_s) == []
+            self.check_tables()
+        self.kv.check_integrity()
+
+    @precondition(lambda self: not self.under_way)
+    @rule(late=st.booleans())
+    def fail(self, late: bool) -> None:
+        """The runner fails in a step: its requests are aborted, the others go on."""
+        plan = self.scheduler.schedule(self.now_s)
+        if plan is None:
+            return
+        self.runner.fail(plan, late=late)
+        names = self.scheduler.request_ids_in(plan)
+        for name in names:
+            assert self.scheduler.abort(name)
+            for key in [key for key in self.live if key[0] == name]:
+                self.num_computed.pop(name, None)
+                self.drop(key, failed=True)
+        self.scheduler.retell(plan)
+        self.kv.reset_cache()
         self.kv.check_integrity()
 
     # -- checks
 
     def receive(self, news: SeqUpdate) -> None:
-        seq = self.live[news.seq_id]
-        assert news.request_id == seq.request.request_id
-        assert [entry.token_id for entry in news.logprobs] == list(news.token_ids)
+        key = (news.request_id, news.sample_index)
+        seq = self.live[key]
+        if news.prompt_logprobs:
+            found = self.prompt_logprobs[news.request_id]
+            found += [entry.token_id for entry in news.prompt_logprobs]
+        if seq.request.beam is None:
+            assert [entry.token_id for entry in news.logprobs] == list(news.token_ids)
+            assert self.scheduler.seq_ids(news.request_id)[news.sample_index :][:1] in (
+                (news.seq_id,),
+                (),
+            )
         seq.received += news.token_ids
+        is_cut_short = news.finish_reason is FinishReason.LENGTH and not news.token_ids
+        if self.has_shrunk and seq.request.max_tokens is None and is_cut_short:
+            assert seq.received == seq.tokens[: len(seq.received)]
+            self.drop(key, ended_before=True)  # it was to take all there is
+            return
         assert seq.received == seq.tokens[: len(seq.received)], "not what it generates alone"
         if news.finish_reason is not None:
             assert (news.finish_reason, news.stop_reason) == (seq.reason, seq.stop_reason)
+            assert (news.cum_logprob, news.score) == seq.scores
             assert seq.received == seq.tokens
-            self.drop(news.seq_id)
+            self.drop(key)
         else:
             assert len(seq.received) < len(seq.tokens)
 
-    def drop(self, seq_id: int) -> None:
-        name = self.live.pop(seq_id).request.request_id
-        if all(seq.request.request_id != name for seq in self.live.values()):
+    def drop(
+        self, key: tuple[str, int], *, failed: bool = False, ended_before: bool = False
+    ) -> None:
+        self.live.pop(key)
+        name = key[0]
+        if all(other != name for other, _ in self.live):
             stats = self.live_ids.pop(name)
-            assert stats.metrics.finished_s == self.now_s
-            assert stats.num_computed_tokens == self.num_computed.pop(name, 0)
+            del self.prompt_logprobs[name]
+            assert ended_before or stats.metrics.finished_s == self.now_s
+            assert failed or stats.num_computed_tokens == self.num_computed.pop(name, 0)
             assert self.scheduler.seq_ids(name) == ()
 
     def check_tables(self) -> None:
         """Tables rebuilt from plans alone are the manager's."""
         for seq_id, seq in self.runner.seqs.items():
             table = list(self.kv.block_table(seq_id)) if self.kv.has(seq_id) else []
-            assert seq.block_ids == table, f"sequence {seq_id}"
+            # One that was forked, or found all it needs, is told of its blocks when it grows.
+            assert seq.block_ids in (table, []), f"sequence {seq_id}"
         assert self.scheduler.num_running == self.kv.num_sequences
-        assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.live)
+        assert self.scheduler.num_running <= self.max_num_seqs
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
         while self.under_way:
             self.update()
-        total = sum(seq.max_total for seq in self.live.values())
+        total = sum(3 * seq.max_total for seq in self.live.values())
         # The first in line advances in every step while it runs; under priority it may have to
         # wait, each time it changes, until those who run are done.
         bound = total if self.policy == "fcfs" else total * (len(self.live) + 1)
@@ -235,4 +403,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=80, stateful_step_count=40)
+TestSchedulerMachine.settings = settings(max_examples=30, stateful_step_count=40)

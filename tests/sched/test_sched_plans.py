@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 from sched_support import (
     answer,
-    assert_drained,
-    drain,
-    lonely_run,
     make_request,
     make_runner,
     make_scheduler,
@@ -112,24 +109,6 @@ def test_fcfs_ignores_priority() -> None:
     scheduler.add(make_request("a", 2, max_tokens=1, priority=3))
     scheduler.add(make_request("b", 2, max_tokens=1, priority=1))
     assert [run_step(scheduler)[1][0].request_id for _ in range(2)] == ["a", "b"]
-
-
-def test_n_makes_independent_sequences() -> None:
-    scheduler, kv = make_scheduler(max_num_seqs=2)
-    request = make_request("a", 6, n=3, max_tokens=4)
-    stats = scheduler.add(request)
-    assert scheduler.seq_ids("a") == (0, 1, 2)
-    plan = scheduler.schedule(0.0)
-    assert plan is not None
-    assert [(new.seq_id, new.sample_index) for new in plan.new_seqs] == [(0, 0), (1, 1)]
-    runner = make_runner(kv)
-    updates = scheduler.update(runner.execute(plan), 0.0) + drain(scheduler, runner, 20)
-    for index in range(3):
-        tokens = [t for u in updates if u.sample_index == index for t in u.token_ids]
-        assert tokens == lonely_run(request, index, 10)[0]
-    assert stats.metrics.num_generation_tokens == 12
-    assert scheduler.seq_ids("a") == ()
-    assert_drained(kv)
 
 
 def test_the_request_ends_with_its_last_sequence() -> None:

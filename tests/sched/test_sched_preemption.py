@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 from sched_support import (
+    OUTSIDE,
     ReplicaRunner,
     assert_drained,
     drain,
+    hold_blocks,
     lonely_run,
     make_request,
     make_runner,
@@ -20,15 +22,6 @@ from octavo.kv.table import BlockTable
 from octavo.plan import StepPlan
 from octavo.request import FinishReason
 from octavo.sched import Scheduler
-
-OUTSIDE = 10**6  # a sequence that no scheduler knows
-
-
-def hold_blocks(kv: KVCacheManager, num_blocks: int) -> None:
-    """Take blocks out of the pool behind the scheduler's back."""
-    num_tokens = num_blocks * kv.block_size
-    kv.start(OUTSIDE, SeqDemand(num_tokens, num_tokens))
-    assert kv.grow(OUTSIDE, num_tokens, 0) is not None
 
 
 def two_that_collide() -> tuple[Scheduler, KVCacheManager]:
@@ -329,8 +322,8 @@ class BatchPolicy(PagedPolicy):
         self.done: list[BlockTable] = []
         self.is_sealed = False
 
-    def can_admit(self, demand: SeqDemand, keep_free: int) -> bool:
-        return not self.is_sealed and super().can_admit(demand, keep_free)
+    def can_admit(self, demand: SeqDemand, keep_free: int, num_shared: int) -> bool:
+        return not self.is_sealed and super().can_admit(demand, keep_free, num_shared)
 
     def start(self, table: BlockTable) -> bool:
         self.open.add(table.seq_id)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from octavo.errors import ConfigError, InvalidRequestError, RequestCapacityError
+from collections.abc import Iterable
+
+from octavo.errors import CapacityError, ConfigError, InvalidRequestError, RequestCapacityError
 from octavo.kv.manager import KVCacheManager
 from octavo.request import Request
+from octavo.sched.events import no_room
 from octavo.sched.roster import demand_of
-from octavo.sched.sequence import Sequence
+from octavo.sched.sequence import Sequence, SequenceGroup
+from octavo.util import cdiv
 
 _POOL_FLAGS = "--kv-cache-memory-bytes (or --num-gpu-blocks-override)"
 
@@ -18,7 +22,9 @@ class Admission:
     those who run; without it a sequence let in with the last block is preempted in the next step.
     """
 
-    def __init__(self, kv: KVCacheManager, max_model_len: int, watermark: float) -> None:
+    def __init__(
+        self, kv: KVCacheManager, max_model_len: int, max_num_seqs: int, watermark: float
+    ) -> None:
         if max_model_len < 2:
             raise ConfigError(
                 f"max_model_len={max_model_len} has no room for a prompt and an output token: "
@@ -28,7 +34,9 @@ class Admission:
             raise ConfigError(f"watermark must be at least 0 and below 1, got {watermark}")
         self._kv = kv
         self._max_model_len = max_model_len
-        self._watermark_blocks = int(kv.num_blocks * watermark)
+        self._max_num_seqs = max_num_seqs
+        self.watermark = watermark
+        """The share of the pool that admitting leaves free while others run."""
 
     def max_total_tokens(self, request: Request) -> int:
         """Most tokens, prompt and output, that each sequence of the request will have.
@@ -55,18 +63,66 @@ class Admission:
                     f"or raise {flag}",
                     parameter="prompt",
                 )
-        if request.max_tokens is None:
+        if request.max_tokens is None and request.beam is None:
             return smallest
-        total = num_prompt + request.max_tokens
+        max_tokens = request.max_tokens if request.beam is None else request.beam.max_tokens
+        assert max_tokens is not None
+        total = num_prompt + max_tokens
         for limit, phrase, flag in limits:
             if total > limit:
                 raise RequestCapacityError(
-                    f"prompt {num_prompt:,} + max_tokens {request.max_tokens:,} = {total:,} "
+                    f"prompt {num_prompt:,} + max_tokens {max_tokens:,} = {total:,} "
                     f"tokens exceed {phrase}: shorten the prompt, lower max_tokens to at most "
                     f"{smallest - num_prompt:,}, or raise {flag}",
                     parameter="max_tokens",
                 )
+        if request.beam is not None:
+            self._check_beams(num_prompt, total, request.beam.beam_width)
         return total
+
+    def _check_beams(self, num_prompt: int, num_tokens: int, width: int) -> None:
+        """All beams run in one step, and share no more than the full blocks of the prompt."""
+        if width > self._max_num_seqs:
+            raise RequestCapacityError(
+                f"beam_width {width} exceeds max_num_seqs {self._max_num_seqs}: all beams run in "
+                "one step; lower beam_width, or raise --max-num-seqs",
+                parameter="beam_width",
+            )
+        block_size = self._kv.block_size
+        num_shared = num_prompt // block_size
+        num_own = cdiv(num_tokens, block_size) - num_shared
+        num_blocks = num_shared + width * num_own
+        limit = self._kv.max_tokens_of_one_sequence // block_size
+        if num_blocks > limit:
+            raise RequestCapacityError(
+                f"{num_shared:,} full blocks of the prompt + {width} beams x {num_own:,} further "
+                f"blocks = {num_blocks:,} blocks exceed the {limit:,} that the KV pool has for "
+                f"one request: lower max_tokens or beam_width, or raise {_POOL_FLAGS}",
+                parameter="beam_width",
+            )
+
+    def check_resize(self, num_blocks: int, groups: Iterable[SequenceGroup]) -> None:
+        """Raise `CapacityError` if the pool could not have that many blocks: pinned ones would not
+        fit, or a live request that may count on more. (One without max_tokens takes what there
+        is.)"""
+        kv, size = self._kv, self._kv.block_size
+        num_pinned = kv.num_blocks - kv.max_tokens_of_one_sequence // size
+        needs = [(0, "what is pinned")]
+        for group in groups:
+            request = group.request
+            num_shared, width = 0, 1
+            if request.beam is not None:
+                num_shared, width = len(request.prompt_token_ids) // size, request.beam.beam_width
+            elif request.max_tokens is None:
+                continue
+            num_own = cdiv(group.max_total_tokens, size) - num_shared
+            needs.append((num_shared + width * num_own, f"request {request.request_id}"))
+        most, who = max(needs)
+        if num_blocks < most + num_pinned:
+            raise CapacityError(
+                f"the KV pool of {kv.num_blocks:,} blocks cannot shrink to {num_blocks:,}: {who} "
+                f"may come to need {most:,} blocks, and {num_pinned:,} are pinned"
+            )
 
     def _pool_phrase(self, pool_tokens: int) -> str:
         return (
@@ -74,10 +130,20 @@ class Admission:
             f"{self._kv.block_size:,} holds for one sequence"
         )
 
-    def fits_now(self, seq: Sequence, *, pool_is_idle: bool) -> bool:
-        """Whether all known tokens of a waiting sequence fit into the pool now.
+    def fits_now(self, seq: Sequence, num_others: int, *, pool_is_idle: bool) -> bool:
+        """Whether all known tokens of a waiting sequence fit into the pool now, and a block for
+        each of the `num_others` that will be forked from it.
 
         The watermark protects those who run: an idle pool is given whole.
         """
-        keep_free = 0 if pool_is_idle else self._watermark_blocks
+        keep_free = 0 if pool_is_idle else self._num_kept(num_others)
         return self._kv.can_admit(demand_of(seq), keep_free)
+
+    def why_no_room(self, seq: Sequence, num_others: int) -> str:
+        """For people."""
+        num_tokens = len(seq.token_ids)
+        num_blocks = cdiv(num_tokens, self._kv.block_size)
+        return no_room(num_tokens, num_blocks, self._kv.num_free_blocks, self._num_kept(num_others))
+
+    def _num_kept(self, num_others: int) -> int:
+        return int(self._kv.num_blocks * self.watermark) + max(0, num_others)

@@ -7,48 +7,96 @@ from operator import attrgetter
 
 from octavo.config import SchedulingPolicy
 from octavo.kv.manager import KVCacheManager
-from octavo.kv.policy import SeqDemand
+from octavo.kv.policy import Preempted, SeqDemand
 from octavo.outputs import RequestMetrics
 from octavo.request import FinishReason, Request
+from octavo.sched.beams import BeamState
+from octavo.sched.events import EventLog
+from octavo.sched.groups import BeamSearch
 from octavo.sched.queues import WaitingQueue, place_in_line
-from octavo.sched.sequence import RequestStats, Sequence, SequenceGroup, SequenceStatus
+from octavo.sched.sequence import (
+    RequestStats,
+    Sequence,
+    SequenceGroup,
+    SequenceStatus,
+    SeqUpdate,
+)
 
 
 class Roster:
     """Live sequences in order of their places. A sequence has blocks exactly while it runs."""
 
-    def __init__(self, kv: KVCacheManager, policy: SchedulingPolicy) -> None:
+    def __init__(self, kv: KVCacheManager, policy: SchedulingPolicy, log: EventLog) -> None:
         self._kv = kv
+        self._log = log
         self._policy: SchedulingPolicy = policy
         self.groups: dict[str, SequenceGroup] = {}
         self.sequences: dict[int, Sequence] = {}
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
-        """In order of places."""
+        """In order of places: the beams of a request stand side by side."""
         self.to_forget: list[int] = []
         """Ended sequences of which the runner must be told."""
         self.to_empty: list[int] = []
         """Preempted sequences of which the runner must be told."""
+        self.news: list[SeqUpdate] = []
+        """Of those who ended while a step was planned."""
         self.num_preemptions = 0
+        """Sequences preempted since the start."""
+        self.num_ended = 0
+        """Sequences that ended while they ran, since the start; beams when their search ends."""
         self.now_s = 0.0
+        self._families: dict[str, SequenceGroup] = {}
+        """Live requests of several sequences."""
         self._num_arrivals = 0
         self._next_seq_id = 0
 
+    @property
+    def num_reserved_seats(self) -> int:
+        """Seats that are kept for sequences that do not run yet."""
+        return sum(group.num_reserved_seats for group in self._families.values())
+
     def add(self, request: Request, max_total_tokens: int) -> SequenceGroup:
-        """Put a request's sequences in line."""
+        """Put a request in line."""
         stats = RequestStats(RequestMetrics(arrival_s=request.arrival_s))
         group = SequenceGroup(request, max_total_tokens, stats, num_unfinished=request.n)
         self.groups[request.request_id] = group
-        for index in range(request.n):
-            place = place_in_line(self._policy, request, self._num_arrivals, index)
-            token_ids = list(request.prompt_token_ids)
-            seq = Sequence(self._next_seq_id, group, index, place, token_ids)
-            self._next_seq_id += 1
-            group.sequences.append(seq)
-            self.sequences[seq.seq_id] = seq
-            self.waiting.push(seq)
+        place = place_in_line(self._policy, request, self._num_arrivals, 0)
         self._num_arrivals += 1
+        if request.beam is not None:
+            max_tokens = max_total_tokens - len(request.prompt_token_ids)
+            state = BeamState(request.beam, request.eos_token_ids, max_tokens)
+            group.search = BeamSearch(state, request.beam.beam_width)
+        num_sequences = 1 if group.search is not None else request.n
+        for index in range(num_sequences):
+            seq = self._new(group, index, (*place[:2], index))
+            group.sequences.append(seq)
+            group.unborn[seq.seq_id] = seq
+        if group.is_family:
+            self._families[request.request_id] = group
+        self.promote(group)
         return group
+
+    def _new(
+        self, group: SequenceGroup, sample_index: int, place: tuple[int, int, int]
+    ) -> Sequence:
+        seq = Sequence(self._next_seq_id, group, sample_index, place, [], group.search)
+        seq.status = SequenceStatus.UNBORN
+        self._next_seq_id += 1
+        self.sequences[seq.seq_id] = seq
+        if group.search is not None:
+            group.search.num_made += 1
+        return seq
+
+    def promote(self, group: SequenceGroup) -> None:
+        """The first unborn sequence gets in line, to run the prompt, and to carry the others."""
+        seq = group.unborn.pop(next(iter(group.unborn)))
+        seq.token_ids = list(group.request.prompt_token_ids)
+        if group.unborn:
+            group.carrier = seq
+        if group.search is not None:
+            group.search.beams = [seq]
+        self._line_up(seq)
 
     def start_head(self) -> Sequence:
         """The head of the line gets a block table and runs."""
@@ -57,50 +105,138 @@ class Roster:
         seq.num_computed_tokens = self._kv.start(
             seq.seq_id, demand_of(seq), group.request.request_id
         )
-        seq.status = SequenceStatus.RUNNING
-        insort(self.running, seq, key=attrgetter("place"))
+        if seq.has_run:
+            self._log.back(seq.seq_id, self.now_s)
+        seq.has_run = True
+        self._run(seq)
         if group.stats.metrics.first_scheduled_s is None:
             group.stats.metrics.first_scheduled_s = self.now_s
+            self._log.wait_over(group.request.request_id, group.request.arrival_s, self.now_s)
         return seq
 
-    def preempt(self, seq: Sequence) -> None:
-        """Back in line without its blocks. Its tokens stay; their KV is computed again later."""
+    def give_birth(self, carrier: Sequence, *, with_blocks: bool = True) -> None:
+        """Those forked from it in a plan get its blocks and run, like any other sequence. Without
+        blocks, or room to copy them, they get in line."""
+        group = carrier.group
+        for child in [c for c in group.expected.values() if c.parent is carrier]:
+            del group.expected[child.seq_id]
+            child.parent = None
+            child.token_ids = list(group.request.prompt_token_ids)
+            self._fork(carrier, child, with_blocks=with_blocks)
+
+    def fork_beam(self, parent: Sequence) -> Sequence:
+        """A new beam with the parent's tokens, and its blocks if it has any."""
+        search = parent.search
+        assert search is not None
+        child = self._new(parent.group, 0, (*parent.place[:2], search.num_made))
+        child.token_ids = list(parent.token_ids)
+        self._fork(parent, child, with_blocks=parent.status is SequenceStatus.RUNNING)
+        return child
+
+    def _fork(self, parent: Sequence, child: Sequence, *, with_blocks: bool) -> None:
+        child.has_run = True
+        if with_blocks and self._kv.fork(parent.seq_id, child.seq_id, child.token_ids):
+            child.num_computed_tokens = parent.num_computed_tokens
+            self._run(child)
+        else:
+            self._line_up(child)
+
+    def preempt(self, seq: Sequence, *, to_host: bool) -> Preempted:
+        """Back in line without its blocks. Its tokens stay; their KV is found or computed again
+        later, or moved to the host meanwhile."""
+        if seq.group.expected:
+            self.give_birth(seq, with_blocks=False)
         self.running.remove(seq)
-        self._kv.release(seq.seq_id)
-        seq.num_computed_tokens = 0
-        seq.status = SequenceStatus.WAITING
-        self.waiting.push(seq)
-        self.to_empty.append(seq.seq_id)
-        seq.group.stats.metrics.num_preemptions += 1
+        taken = self._kv.preempt(seq.seq_id, to_host)
+        seq.num_answered = max(seq.num_answered, seq.num_computed_tokens)
+        seq.num_computed_tokens = seq.num_reserved = 0
+        self._line_up(seq)
+        if seq.has_table_there:
+            self.to_empty.append(seq.seq_id)
+            seq.has_table_there = False
         self.num_preemptions += 1
+        return taken
 
     def end(
         self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None
     ) -> None:
         """It gives back all that it holds, wherever it is on its way."""
+        group = seq.group
+        assert group.search is None, "beams do not end one by one"
+        self.num_ended += seq.status is SequenceStatus.RUNNING
+        self._remove(seq)
+        seq.finish_reason = reason
+        seq.stop_reason = stop_reason
+        if group.carrier is seq:
+            group.carrier = None
+            if group.unborn:
+                self.promote(group)
+        group.num_unfinished -= 1
+        if not group.num_unfinished:
+            self._close(group)
+
+    def drop_beam(self, beam: Sequence) -> None:
+        """None of the next beams continues it."""
+        self._remove(beam)
+
+    def end_search(self, group: SequenceGroup) -> None:
+        """The search is over, or was aborted."""
+        assert group.search is not None
+        self.num_ended += len(group.search.running)
+        for beam in group.search.beams:
+            self._remove(beam)
+        group.search.beams, group.search.forks, group.search.appends = [], [], []
+        group.num_unfinished = 0
+        self._close(group)
+
+    def end_all(self, group: SequenceGroup) -> None:
+        """A request is aborted."""
+        if group.search is not None:
+            self.end_search(group)
+            return
+        for seq in reversed(group.sequences):  # the unborn before their carrier
+            if seq.status is not SequenceStatus.ENDED:
+                self.end(seq, FinishReason.ABORT)
+
+    def _run(self, seq: Sequence) -> None:
+        seq.status = SequenceStatus.RUNNING
+        insort(self.running, seq, key=attrgetter("place"))
+
+    def _line_up(self, seq: Sequence) -> None:
+        seq.status = SequenceStatus.WAITING
+        self.waiting.push(seq)
+
+    def _remove(self, seq: Sequence) -> None:
+        group = seq.group
         if seq.status is SequenceStatus.RUNNING:
+            if group.expected:
+                self.give_birth(seq)
             self.running.remove(seq)
             self._kv.release(seq.seq_id)
-        else:
+        elif seq.status is SequenceStatus.WAITING:
             self.waiting.discard(seq)
+            if seq.has_run:
+                self._kv.drop_hold(seq.seq_id)
+                self._log.back(seq.seq_id, self.now_s)
             if seq.seq_id in self.to_empty:
                 self.to_empty.remove(seq.seq_id)
+        else:
+            group.unborn.pop(seq.seq_id, None)
+            group.expected.pop(seq.seq_id, None)
         if seq.known_to_runner:
             self.to_forget.append(seq.seq_id)
         seq.status = SequenceStatus.ENDED
-        seq.finish_reason = reason
-        seq.stop_reason = stop_reason
         del self.sequences[seq.seq_id]
-        seq.group.num_unfinished -= 1
-        if not seq.group.num_unfinished:
-            self._close(seq.group)
 
     def _close(self, group: SequenceGroup) -> None:
         """The last sequence ended: the request's id may come again from now on."""
         request_id = group.request.request_id
+        if group.stats.metrics.first_scheduled_s is None:
+            self._log.wait_over(request_id, group.request.arrival_s, self.now_s, aborted=True)
         group.stats.metrics.finished_s = self.now_s
         group.stats.kv = self._kv.close_request(request_id)
         del self.groups[request_id]
+        self._families.pop(request_id, None)
 
     def runner_was_told(self) -> None:
         """A plan has taken over `to_forget` and `to_empty`: begin new lists."""
@@ -109,5 +245,19 @@ class Roster:
 
 
 def demand_of(seq: Sequence) -> SeqDemand:
-    """What a sequence brings, and will need at most."""
-    return SeqDemand(len(seq.token_ids), seq.group.max_total_tokens, token_ids=seq.token_ids)
+    """What a sequence brings, and will need at most.
+
+    If prompt logprobs are asked for, only what it computed before may be found: those tokens'
+    successors were answered.
+    """
+    group = seq.group
+    request = group.request
+    unanswered = request.sampler.num_prompt_logprobs is not None and not group.has_forked
+    return SeqDemand(
+        len(seq.token_ids),
+        group.max_total_tokens,
+        token_ids=seq.token_ids,
+        salt=request.cache_salt,
+        resumed=seq.has_run,
+        max_hit_tokens=seq.num_answered if unanswered else None,
+    )

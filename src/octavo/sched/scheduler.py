@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
-from octavo.config import SchedulingPolicy
+from octavo.config import PreemptionMode, PreemptionVictim, SchedulingPolicy
 from octavo.errors import ConfigError, InvalidRequestError
+from octavo.events import EngineEvent
 from octavo.kv.manager import KVCacheManager
-from octavo.kv.policy import Growth
-from octavo.plan import NewSeq, SeqPlan, StepPlan, StepResult
+from octavo.plan import CopyKind, StepPlan, StepResult
 from octavo.request import FinishReason, Request
 from octavo.sched.admission import Admission
-from octavo.sched.budget import StepBudget
-from octavo.sched.preemption import choose_victim
+from octavo.sched.costs import CostModel
+from octavo.sched.events import EventLog
+from octavo.sched.groups import BeamKeeper
+from octavo.sched.planning import Planner
+from octavo.sched.preemption import PreemptionPolicy
+from octavo.sched.pressure import Pressure
 from octavo.sched.roster import Roster
-from octavo.sched.sequence import RequestStats, Sequence, SequenceStatus, SeqUpdate
+from octavo.sched.sequence import RequestStats, Sequence, SeqUpdate
 from octavo.sched.stopping import why_it_ends
+
+_INTO_POOL = {CopyKind.WITHIN, CopyKind.FROM_HOST, CopyKind.FROM_DISK}
 
 
 class Scheduler:
@@ -44,11 +51,16 @@ class Scheduler:
         max_model_len: int,
         policy: SchedulingPolicy = "fcfs",
         watermark: float = 0.01,
+        preemption_mode: PreemptionMode = "recompute",
+        preemption_victim: PreemptionVictim = "last-come",
+        costs: CostModel | None = None,
     ) -> None:
         """`kv` is an empty pool, used by nobody else. Limits are those of `EngineConfig`.
 
         `watermark` is the share of the pool that admitting leaves free for the growth of those
-        who run. Raises `ConfigError` naming the limit it refuses.
+        who run; it is raised while preemptions come too thick. `costs` has the priors of what
+        copying and computing cost, and learns from results. Raises `ConfigError` naming the limit
+        it refuses.
         """
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise ConfigError(
@@ -57,12 +69,33 @@ class Scheduler:
                 "computes at least one token a step"
             )
         self._kv = kv
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._admission = Admission(kv, max_model_len, watermark)
-        self._roster = Roster(kv, policy)
-        self._updates: list[SeqUpdate] = []
-        """News that did not wait for a step's result."""
+        self._costs = CostModel() if costs is None else costs
+        self._log = EventLog()
+        self._roster = Roster(kv, policy, self._log)
+        self._admission = Admission(kv, max_model_len, max_num_seqs, watermark)
+        self._beams = BeamKeeper(self._roster)
+        self._pressure = Pressure(
+            kv,
+            self._roster,
+            self._beams,
+            self._admission,
+            PreemptionPolicy(kv, self._costs, mode=preemption_mode, victim=preemption_victim),
+            self._log,
+        )
+        self._planner = Planner(
+            kv,
+            self._roster,
+            self._admission,
+            self._pressure,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        self._moved: list[tuple[int, int]] | None = None
+        """Blocks that were moved by a resize of which the runner was not told."""
+        self._sizes: deque[tuple[int, int]] = deque()
+        """(step, tokens) of those whose results are not here."""
+        self._draws: dict[int, list[int]] = {}
+        """By step whose result is not here: the first beam of each search that draws in it."""
         self._next_step_id = 0
         self._next_result_id = 0
 
@@ -88,20 +121,19 @@ class Scheduler:
         group = self._roster.groups.get(request_id)
         if group is None:
             return False
-        for seq in group.sequences:
-            if seq.status is not SequenceStatus.ENDED:
-                self._roster.end(seq, FinishReason.ABORT)
+        self._roster.end_all(group)
         return True
 
     def finish(
         self, seq_id: int, reason: FinishReason, stop_reason: int | str | None = None
     ) -> bool:
-        """End one sequence from outside (a stop string was found); False if it is not live.
+        """End one sequence from outside (a stop string was found); False if it is not live, or
+        a beam: those end together.
 
         Like `abort`, it makes no update: the caller knows.
         """
         seq = self._roster.sequences.get(seq_id)
-        if seq is None:
+        if seq is None or seq.search is not None:
             return False
         self._roster.end(seq, reason, stop_reason)
         return True
@@ -109,114 +141,30 @@ class Scheduler:
     # -- a step is planned
 
     def schedule(self, now_s: float) -> StepPlan | None:
-        """Decide the next step; None when nothing can run now.
+        """Decide the next step (see `Planner.fill`); None when nothing can run now.
 
-        Who runs is served before anyone is admitted, so a new prompt takes only what decodes
-        leave; and everyone who runs gets at least one token, so decodes do not hold up prompts
-        either. Who was preempted is as a rule not admitted again in the same step: it gave its
-        blocks up because they were too few.
+        After a `resize` that shrank the pool the next plan has no `seqs`.
         """
         self._set_time(now_s)
+        self._kv.begin_step()
         roster = self._roster
         plan = StepPlan(self._next_step_id, finished=roster.to_forget, preempted=roster.to_empty)
-        budget = StepBudget(self._max_num_batched_tokens, self._max_num_seqs)
-        self._serve_running(plan, budget)
-        self._admit_waiting(plan, budget)
-        budget.check()
-
-        if not plan.seqs:
-            return None  # the next plan will say who ended or was preempted
+        num_tokens = 0
+        if self._moved is not None:
+            plan.moved.extend(self._moved)
+            self._moved = None
+        else:
+            num_tokens = self._planner.fill(plan)
+            self._pressure.watch()
+            if not plan.seqs:
+                return None  # the next plan will say who ended or was preempted, and what is copied
         roster.runner_was_told()
+        plan.copies.extend(self._kv.take_copies())
+        if plan.beams:
+            self._draws[plan.step_id] = [draw.seq_ids[0] for draw in plan.beams]
+        self._sizes.append((plan.step_id, num_tokens))
         self._next_step_id += 1
         return plan
-
-    def _serve_running(self, plan: StepPlan, budget: StepBudget) -> None:
-        """One token for a decode; for a prompt under way as many as the others leave it."""
-        running = self._roster.running
-        grow = self._kv.grow
-        index = 0
-        while index < len(running):
-            seq = running[index]
-            index += 1
-            if seq.num_pending:  # its next token does not exist yet
-                budget.take(0)
-                continue
-            start = seq.num_computed_tokens
-            num_tokens = len(seq.token_ids) - start
-            if num_tokens > 1:
-                others = sum(1 for other in running[index:] if not other.num_pending)
-                num_tokens = min(num_tokens, budget.num_tokens_left - others)
-            end = start + num_tokens
-            growth = grow(seq.seq_id, end, start) or self._grow_by_force(seq, end, start)
-            if growth is not None:  # else it was the last of the line, and has left it
-                self._put_in_plan(plan, seq, end, growth)
-                budget.take(num_tokens)
-
-    def _admit_waiting(self, plan: StepPlan, budget: StepBudget) -> None:
-        """Strictly in order: while the head of the line does not fit, nobody passes it."""
-        roster = self._roster
-        while budget.is_open and (head := roster.waiting.head()) is not None:
-            if head.num_pending:
-                break  # preempted while its token was being sampled: first let that come
-            if not self._admission.fits_now(head, pool_is_idle=not roster.running):
-                if roster.running:
-                    break
-                self._end_full(head)  # it cannot have more than an idle pool
-                continue
-            seq = roster.start_head()
-            if not seq.known_to_runner:
-                self._introduce(plan, seq)
-            start = seq.num_computed_tokens
-            num_tokens = min(len(seq.token_ids) - start, budget.num_tokens_left)
-            growth = self._kv.grow(seq.seq_id, start + num_tokens, start)
-            assert growth is not None, f"sequence {seq.seq_id} was admitted without room"
-            self._put_in_plan(plan, seq, start + num_tokens, growth)
-            budget.take(num_tokens)
-
-    def _introduce(self, plan: StepPlan, seq: Sequence) -> None:
-        request = seq.group.request
-        plan.new_seqs.append(
-            NewSeq(seq.seq_id, request.prompt_token_ids, request.sampler, seq.sample_index)
-        )
-        seq.known_to_runner = True
-
-    def _put_in_plan(self, plan: StepPlan, seq: Sequence, end: int, growth: Growth) -> None:
-        """Write down a sequence's share, up to position `end`; from here on it is computed."""
-        new_block_ids, replaced, copy = growth
-        if copy is not None:
-            plan.copies.append(copy)
-        seq_id = seq.seq_id
-        start = seq.num_computed_tokens
-        sample = end == len(seq.token_ids)
-        share = (seq_id, start, end - start, new_block_ids, replaced, sample)
-        plan.seqs.append(tuple.__new__(SeqPlan, share))  # SeqPlan(*share), at half the time
-        if sample:
-            seq.num_pending = 1
-        seq.num_computed_tokens = end
-        seq.group.stats.num_computed_tokens += end - start
-        self._kv.commit(seq_id, end)
-
-    def _grow_by_force(self, seq: Sequence, num_tokens: int, num_computed: int) -> Growth | None:
-        """The pool is full: take room for a running sequence from the last come.
-
-        None: it had to go itself, as the last come, or as the one that fills the pool alone.
-        """
-        growth = None
-        while growth is None:
-            victim = choose_victim(self._roster.running, self._kv.can_preempt)
-            if victim is None:
-                self._end_full(seq)
-                return None
-            self._roster.preempt(victim)
-            if victim is seq:
-                return None
-            growth = self._kv.grow(seq.seq_id, num_tokens, num_computed)
-        return growth
-
-    def _end_full(self, seq: Sequence) -> None:
-        """It has all that the pool can give: it ends by length and keeps its text."""
-        self._roster.end(seq, FinishReason.LENGTH)
-        self._updates.append(seq.news())
 
     # -- a step's result comes in
 
@@ -232,6 +180,7 @@ class Scheduler:
         )
         self._next_result_id = result.step_id + 1
         self._set_time(now_s)
+        self._learn(result)
         updates = self.take_updates()
         sequences = self._roster.sequences
         prompt_logprobs = dict(result.prompt_logprobs)
@@ -239,6 +188,8 @@ class Scheduler:
             seq = sequences.get(seq_id)
             if seq is None:
                 continue  # it ended while the step ran
+            if seq.group.expected:
+                self._roster.give_birth(seq)
             self._take_token(seq, token_id)
             of_token = () if logprobs is None else (logprobs,)
             of_prompt = tuple(prompt_logprobs.pop(seq_id, ())) if prompt_logprobs else ()
@@ -246,6 +197,32 @@ class Scheduler:
         for seq_id, of_chunk in prompt_logprobs.items():
             if seq_id in sequences:
                 updates.append(sequences[seq_id].news(prompt_logprobs=tuple(of_chunk)))
+        if self._draws:
+            updates += self._take_candidates(result)
+        return updates
+
+    def _learn(self, result: StepResult) -> None:
+        """What computing and copying cost, for the next choice between the two."""
+        sizes = self._sizes
+        while sizes and sizes[0][0] < result.step_id:
+            sizes.popleft()  # that result never came
+        if sizes and sizes[0][0] == result.step_id:
+            _, num_tokens = sizes.popleft()
+            if result.compute_s > 0:
+                self._costs.observe_step(num_tokens, result.compute_s)
+        if result.num_host_copies:
+            self._costs.observe_copies(result.num_host_copies, result.copy_s)
+
+    def _take_candidates(self, result: StepResult) -> list[SeqUpdate]:
+        updates: list[SeqUpdate] = []
+        for step_id in [i for i in self._draws if i <= result.step_id]:
+            first_beams = self._draws.pop(step_id)
+            if step_id < result.step_id:
+                continue  # that result never came
+            for seq_id, candidates in zip(first_beams, result.beams, strict=True):
+                beam = self._roster.sequences.get(seq_id)
+                if beam is not None:
+                    updates += self._beams.advance(beam.group, candidates)
         return updates
 
     def _take_token(self, seq: Sequence, token_id: int) -> None:
@@ -262,32 +239,80 @@ class Scheduler:
 
     def take_updates(self) -> list[SeqUpdate]:
         """News that did not wait for a step's result: who ended while a step was planned."""
-        updates, self._updates = self._updates, []
+        updates, self._roster.news = self._roster.news, []
         return updates
 
     def retell(self, plan: StepPlan) -> None:
         """The runner failed in this plan, and may not have heard who ended or was preempted: the
-        next plan says it again. To be called once the requests of the plan are aborted."""
+        next plan says it again. To be called once the requests of the plan are aborted. Not for a
+        plan that moves blocks: after that nobody knows where they are."""
+        assert not plan.moved, f"step {plan.step_id}, which moves blocks, has failed"
         roster = self._roster
         roster.to_forget[:0] = plan.finished
         roster.to_empty[:0] = [i for i in plan.preempted if i in roster.sequences]
 
+    # -- the pool's size
+
+    def resize(self, num_blocks: int, now_s: float) -> None:
+        """Make the pool so large, while requests run; the last come give way if it shrinks.
+
+        If it shrinks, the next plan moves and saves blocks, and does nothing else: memory behind
+        the new end may be given up once that ran. New memory must be there before the next plan.
+        Raises `CapacityError` when a live request, or pinned blocks, could never fit.
+        """
+        self._set_time(now_s)
+        self._kv.begin_step()
+        kv, old = self._kv, self._kv.num_blocks
+        self._admission.check_resize(num_blocks, self._roster.groups.values())
+        num_preempted = self._roster.num_preemptions
+        while kv.can_preempt and kv.resize_shortfall(num_blocks) and self._pressure.preempt_last():
+            pass
+        moved = kv.resize(num_blocks)
+        if num_blocks < old:
+            self._moved = moved
+        self._pressure.resized(old, len(moved), self._roster.num_preemptions - num_preempted)
+
     # -- what is going on
+
+    def events(self, request_id: str | None = None) -> list[EngineEvent]:
+        """What memory pressure did to requests, or to this one, by the time it began."""
+        groups = dict.fromkeys(seq.group for seq in self._roster.waiting)
+        waiting = [
+            (group.request.request_id, group.request.arrival_s)
+            for group in groups
+            if group.stats.metrics.first_scheduled_s is None
+        ]
+        return self._log.events(request_id, waiting=waiting, now_s=self._roster.now_s)
 
     def has_unfinished(self) -> bool:
         """Whether a sequence is live, or the news of one's end was not taken."""
-        return bool(self._roster.sequences or self._updates)
+        return bool(self._roster.sequences or self._roster.news)
 
     def seq_ids(self, request_id: str) -> tuple[int, ...]:
-        """A live request's sequences by sample index, ended ones too; empty if it is not live."""
+        """A live request's sequences by sample index, ended ones too; under beam search its beams
+        of the moment, best first. Empty if it is not live."""
         group = self._roster.groups.get(request_id)
-        return () if group is None else tuple(seq.seq_id for seq in group.sequences)
+        if group is None:
+            return ()
+        sequences = group.sequences if group.search is None else group.search.beams
+        return tuple(seq.seq_id for seq in sequences)
 
     def request_ids_of(self, seq_ids: Iterable[int]) -> list[str]:
         """The live requests among the owners of these sequences, each once, in arrival order."""
         sequences = self._roster.sequences
         owners = {sequences[i].group.request.request_id for i in seq_ids if i in sequences}
         return [request_id for request_id in self._roster.groups if request_id in owners]
+
+    def request_ids_in(self, plan: StepPlan) -> list[str]:
+        """The live requests that cannot go on if a plan was not carried out: those that run in it,
+        and those for whose blocks it copies."""
+        written = {copy.dst for copy in plan.copies if copy.kind in _INTO_POOL}
+        seq_ids = [seq.seq_id for seq in plan.seqs]
+        if written:
+            for seq in self._roster.running:
+                if not written.isdisjoint(self._kv.block_table(seq.seq_id)):
+                    seq_ids.append(seq.seq_id)
+        return self.request_ids_of(seq_ids)
 
     @property
     def num_running(self) -> int:

@@ -1,0 +1,291 @@
+"""Who runs in a step, with how many tokens, and who gives way when the pool is full."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+
+from octavo.kv.manager import KVCacheManager
+from octavo.kv.policy import Growth
+from octavo.plan import NewSeq, SeqFork, SeqPlan, StepPlan
+from octavo.sched.admission import Admission
+from octavo.sched.budget import StepBudget
+from octavo.sched.events import no_seat, no_tokens
+from octavo.sched.groups import BeamSearch
+from octavo.sched.pressure import Pressure
+from octavo.sched.roster import Roster
+from octavo.sched.sequence import Sequence
+
+
+class Planner:
+    """Fills plans. Whoever ends meanwhile, because the pool is full, is among `Roster.news`."""
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        roster: Roster,
+        admission: Admission,
+        pressure: Pressure,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self._kv = kv
+        self._roster = roster
+        self._admission = admission
+        self._pressure = pressure
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+
+    def fill(self, plan: StepPlan) -> int:
+        """Decide who runs; returns how many tokens are computed.
+
+        Who runs is served before anyone is admitted, so a new prompt takes only what decodes
+        leave; and everyone who runs gets at least one token, so decodes do not hold up prompts
+        either. Who was preempted is as a rule not admitted again in the same step: it gave its
+        blocks up because they were too few.
+        """
+        budget = self._new_budget()
+        self._serve_running(plan, budget)
+        self._admit_waiting(plan, budget)
+        if not plan.seqs and self._roster.running:
+            budget = self._unblock(plan, budget)
+        budget.check()
+        return self._max_num_batched_tokens - budget.num_tokens_left
+
+    def _new_budget(self) -> StepBudget:
+        num_seats = self._max_num_seqs - self._roster.num_reserved_seats
+        return StepBudget(self._max_num_batched_tokens, num_seats)
+
+    # -- who runs
+
+    def _serve_running(self, plan: StepPlan, budget: StepBudget) -> None:
+        """One token for a decode; for a prompt under way as many as the others leave it."""
+        running = self._roster.running
+        grow, by_force = self._kv.grow, self._pressure.grow
+        index = 0
+        while index < len(running):
+            seq = running[index]
+            if seq.search is not None:
+                index = self._serve_beams(plan, budget, seq.search, index)
+                continue
+            index += 1
+            if seq.num_pending:  # its next token does not exist yet
+                budget.take(0)
+                continue
+            start = seq.num_computed_tokens
+            num_tokens = len(seq.token_ids) - start
+            if num_tokens > 1:
+                num_tokens = min(num_tokens, budget.num_tokens_left - self._num_to_serve(index))
+            end = start + num_tokens
+            growth = grow(seq.seq_id, end, start) or by_force(seq, end, start)
+            if growth is None:  # it has given way itself
+                index -= 1
+                continue
+            self._put_in_plan(plan, seq, end, growth)
+            budget.take(num_tokens)
+
+    def _num_to_serve(self, index: int) -> int:
+        """How many of the running ones from there on will want a token in this step."""
+        return sum(1 for other in self._roster.running[index:] if not other.num_pending)
+
+    def _serve_beams(
+        self, plan: StepPlan, budget: StepBudget, search: BeamSearch, index: int
+    ) -> int:
+        """Serve the beams that stand at `index` and after it; returns who is next."""
+        beams = search.running
+        after = index + len(beams)
+        if search.is_drawing:
+            budget.take(0, len(beams))
+            return after
+        if search.is_ready:
+            return after if self._draw(plan, budget, search, by_force=True) else index
+        for beam in beams:
+            num_tokens = search.num_to_compute(beam)
+            if not num_tokens:
+                budget.take(0)
+                continue
+            num_tokens = min(num_tokens, budget.num_tokens_left - self._num_to_serve(after))
+            start = beam.num_computed_tokens
+            end = start + num_tokens
+            growth = self._kv.grow(beam.seq_id, end, start)
+            growth = growth or self._pressure.grow(beam, end, start)
+            if growth is None:
+                return index
+            search.tell(plan)
+            self._put_in_plan(plan, beam, end, growth)
+            budget.take(num_tokens)
+        return after
+
+    def _draw(
+        self, plan: StepPlan, budget: StepBudget, search: BeamSearch, *, by_force: bool
+    ) -> bool:
+        """All beams compute their last tokens and draw; False if there is no room for that."""
+        demands = [(b.seq_id, len(b.token_ids), b.num_computed_tokens) for b in search.beams]
+        while not self._kv.can_grow_all(demands):
+            if not by_force or not self._pressure.make_room(search.running):
+                return False
+        search.tell(plan)
+        for beam in search.beams:
+            start, end = beam.num_computed_tokens, len(beam.token_ids)
+            growth = self._kv.grow(beam.seq_id, end, start)
+            assert growth is not None, f"no room for beam {beam.seq_id}, which was promised some"
+            self._put_in_plan(plan, beam, end, growth)
+            if by_force:
+                budget.take(1)
+            else:  # their seats are taken
+                budget.take(1, 0)
+        return True
+
+    # -- who comes in
+
+    def _admit_waiting(self, plan: StepPlan, budget: StepBudget) -> None:
+        """Strictly in order: while the head of the line does not fit, nobody passes it."""
+        roster = self._roster
+        while (head := roster.waiting.head()) is not None:
+            if head.num_pending:
+                break  # preempted while its token was being sampled: first let that come
+            search = head.search
+            if search is not None and any(search.num_to_compute(b) for b in search.running):
+                break  # what the other beam computes is to be found
+            num_seats = self._num_seats(head, budget)
+            if budget.num_tokens_left < 1:
+                self._pressure.line_blocked(head, no_tokens(self._max_num_batched_tokens))
+                break
+            if num_seats > budget.num_seats_left:
+                self._pressure.line_blocked(head, no_seat(num_seats, self._max_num_seqs))
+                break
+            is_alone = not roster.running or _are_beams_of(search, roster.running)
+            if not self._admission.fits_now(head, num_seats - 1, pool_is_idle=is_alone):
+                if not is_alone:
+                    why = self._admission.why_no_room(head, num_seats - 1)
+                    self._pressure.line_blocked(head, why)
+                    break
+                self._pressure.end_full(head)  # it cannot have more than an idle pool
+                continue
+            seq = roster.start_head()
+            if head.group.carrier is head:
+                head.num_reserved = num_seats - 1
+            self._compute_first(plan, budget, seq, num_seats)
+
+    def _num_seats(self, head: Sequence, budget: StepBudget) -> int:
+        """Seats that have to be free for it. The first carrier of a request wants one for every
+        sample, or all there are; a later one takes what it can get."""
+        group = head.group
+        if group.search is not None:
+            return 0 if group.search.running else group.search.width
+        if group.carrier is not head:
+            return 1
+        num_wanted = 1 + len(group.unborn)
+        most = max(1, budget.num_seats_left) if group.has_forked else self._max_num_seqs
+        return min(num_wanted, most)
+
+    def _compute_first(
+        self, plan: StepPlan, budget: StepBudget, seq: Sequence, num_seats: int
+    ) -> None:
+        """The first tokens of one that was just admitted."""
+        start = seq.num_computed_tokens
+        search = seq.search
+        num_tokens = len(seq.token_ids) - start if search is None else search.num_to_compute(seq)
+        num_tokens = min(num_tokens, budget.num_tokens_left)
+        budget.take(num_tokens, num_seats)
+        if num_tokens:
+            growth = self._kv.grow(seq.seq_id, start + num_tokens, start)
+            assert growth is not None, f"sequence {seq.seq_id} was admitted without room"
+            if search is not None:
+                search.tell(plan)
+            if not seq.known_to_runner:
+                self._introduce(plan, seq)
+            self._put_in_plan(plan, seq, start + num_tokens, growth)
+        elif (
+            search is not None
+            and search.is_ready
+            and search.last_step_id != plan.step_id
+            and len(search.beams) <= budget.num_tokens_left
+        ):
+            self._draw(plan, budget, search, by_force=False)
+
+    def _introduce(self, plan: StepPlan, seq: Sequence) -> None:
+        request = seq.group.request
+        sampler = request.sampler
+        if seq.group.has_forked and sampler.num_prompt_logprobs is not None:
+            sampler = replace(sampler, num_prompt_logprobs=None)  # another one brought them
+        plan.new_seqs.append(
+            NewSeq(seq.seq_id, request.prompt_token_ids, sampler, seq.sample_index)
+        )
+        seq.known_to_runner = True
+
+    def _unblock(self, plan: StepPlan, budget: StepBudget) -> StepBudget:
+        """Nobody was served. Unless tokens are being sampled, those who run are beams whose others
+        have no room: the last come give way until the head of the line is whole."""
+        roster = self._roster
+        while roster.running and not plan.seqs:
+            if any(seq.num_pending for seq in roster.running):
+                return budget
+            head = roster.waiting.head()
+            if head is not None and head.num_pending:
+                return budget
+            if head is not None and roster.running[-1].group is not head.group:
+                self._pressure.preempt_last(head)
+            budget = self._new_budget()
+            self._serve_running(plan, budget)
+            self._admit_waiting(plan, budget)
+        return budget
+
+    # -- what is written down
+
+    def _put_in_plan(self, plan: StepPlan, seq: Sequence, end: int, growth: Growth) -> None:
+        """Write down a sequence's share, up to position `end`; from here on it is computed."""
+        new_block_ids, replaced = growth
+        seq_id = seq.seq_id
+        start = seq.num_computed_tokens
+        sample = end == len(seq.token_ids)
+        share = (seq_id, start, end - start, new_block_ids, replaced, sample)
+        plan.seqs.append(tuple.__new__(SeqPlan, share))  # SeqPlan(*share), at half the time
+        group = seq.group
+        if sample:
+            seq.num_pending = 1
+            if group.is_family:
+                self._draw_together(plan, seq)
+        if new_block_ids:
+            seq.has_table_there = True
+        seq.num_computed_tokens = end
+        group.stats.num_computed_tokens += end - start
+        self._kv.commit(seq_id, end)
+
+    def _draw_together(self, plan: StepPlan, seq: Sequence) -> None:
+        """What a plan says besides, when one of several sequences draws."""
+        search = seq.search
+        if seq.group.carrier is seq:
+            self._fork_samples(plan, seq)
+        elif search is not None and seq is search.beams[-1]:
+            plan.beams.append(search.draw())
+
+    def _fork_samples(self, plan: StepPlan, carrier: Sequence) -> None:
+        """As many samples as have seats begin as copies of their carrier, whose prompt is
+        computed; each draws its first token from the same logits."""
+        group = carrier.group
+        children = list(islice(group.unborn.values(), carrier.num_reserved))
+        for child in children:
+            del group.unborn[child.seq_id]
+            group.expected[child.seq_id] = child
+            child.parent = carrier
+            child.num_pending = 1
+            child.known_to_runner = True
+            plan.forks.append(
+                SeqFork(
+                    carrier.seq_id, child.seq_id, len(carrier.token_ids), group.request.sampler,
+                    child.sample_index,
+                )
+            )  # fmt: skip
+        if children:
+            plan.extra_draws[carrier.seq_id] = tuple(child.seq_id for child in children)
+        carrier.num_reserved = 0
+        group.has_forked = True
+        group.carrier = None
+        if group.unborn:
+            self._roster.promote(group)
+
+
+def _are_beams_of(search: BeamSearch | None, running: list[Sequence]) -> bool:
+    return search is not None and running[0].search is running[-1].search is search
