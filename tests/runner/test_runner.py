@@ -2,45 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
-from octavo.arch import ModelArch, RopeConfig
-from octavo.attention.select import select_attention
-from octavo.layers.workspace import Workspace
-from octavo.models.decoder import Decoder
 from octavo.ops.cpu import gemm
 from octavo.plan import BlockCopy, NewSeq, SeqPlan, StepPlan
 from octavo.request import SamplerParams
 from octavo.runner.input_batch import InputBatch
-from octavo.runner.kv_store import KVStore
 from octavo.runner.runner import Runner
 
-CPU = torch.device("cpu")
-ARCH = ModelArch(
-    architecture="LlamaForCausalLM",
-    vocab_size=128,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_position_embeddings=64,
-    rope=RopeConfig(rotary_dim=16),
-    tie_word_embeddings=True,
-)
-
-
-def make_runner(dtype: torch.dtype, seed: int = 0) -> Runner:
-    model = Decoder(ARCH, select_attention(), dtype, 64, CPU)
-    generator = torch.Generator().manual_seed(seed)
-    for name, shape in model.parameters_spec().items():
-        model.load(name, torch.randn(shape, generator=generator) * 0.2)
-    store = KVStore(16, ARCH.num_layers, ARCH.num_kv_heads, 4, ARCH.head_dim, dtype, CPU)
-    work = Workspace(ARCH, 32, 8, dtype, CPU)
-    return Runner(model, store, work, max_num_seqs=4, max_num_tokens=32, max_blocks_per_seq=8)
+MakeRunner = Callable[..., Runner]
 
 
 def seq_plan(seq_id: int, start: int, count: int, blocks: tuple[int, ...] = ()) -> SeqPlan:
@@ -86,7 +60,7 @@ def test_tables_change_by_difference() -> None:
     assert inputs.block_table(0) == [1, 2] and 1 not in inputs.seqs
 
 
-def test_forgetting_what_never_came_is_fine() -> None:
+def test_forgetting_what_never_came_is_fine(make_runner: MakeRunner) -> None:
     runner = make_runner(torch.float32)
     plan = StepPlan(
         0,
@@ -98,7 +72,7 @@ def test_forgetting_what_never_came_is_fine() -> None:
     assert len(runner.execute(plan).sampled) == 1
 
 
-def test_copies_happen_in_order_before_the_step() -> None:
+def test_copies_happen_in_order_before_the_step(make_runner: MakeRunner) -> None:
     runner = make_runner(torch.float32)
     pool = runner.kv_store.data
     pool.copy_(torch.randn(pool.shape, generator=torch.Generator().manual_seed(1)))
@@ -117,7 +91,7 @@ def test_copies_happen_in_order_before_the_step() -> None:
 
 
 @pytest.mark.skipif(not gemm.is_available(), reason="needs the packed bf16 kernel")
-def test_replayed_steps_are_the_steps() -> None:
+def test_replayed_steps_are_the_steps(make_runner: MakeRunner) -> None:
     """The same requests through a runner that replays and one that does not: equal bits."""
 
     def run(replays: bool) -> tuple[list[list[int]], torch.Tensor]:

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from octavo.request import SamplerParams
-from octavo.sampling import SamplingState, prompt_logprobs, sample, sampling_bytes
+from octavo.sampling import (
+    BeamRows,
+    SamplingState,
+    beam_candidates,
+    prompt_logprobs,
+    sample,
+    sampling_bytes,
+)
 from octavo.sampling import draw as draw_module
 
 
@@ -156,3 +163,16 @@ def test_stated_bytes_bound_what_is_held(params: dict, monkeypatch: pytest.Monke
     bound = sampling_bytes(rows, vocab)
     assert 0 < held <= bound
     assert bound < 4 * logits.numel() * 4  # pieces of 10 rows, far from 32
+
+
+@pytest.mark.parametrize("vocab", [320, 12_000])
+def test_stated_bytes_bound_beams(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw_module, "CHUNK_ELEMENTS", 1 << 17)
+    logits = torch.randn(64, vocab)
+    for width, num_candidates in ((4, 8), (64, 128), (64, 512), (2, 4)):
+        groups = [
+            BeamRows(tuple(range(i, i + width)), (-1.0,) * width, num_candidates, 0.5)
+            for i in range(0, 64, width)
+        ]
+        held = peak_bytes(lambda groups=groups: beam_candidates(logits, groups))
+        assert 0 < held <= sampling_bytes(64, vocab), (width, num_candidates)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.plan import NewSeq, SeqPlan, StepPlan
+from octavo.plan import NewSeq, SeqFork, SeqPlan, StepPlan
 
 Ints = NDArray[np.int64]
 
@@ -32,8 +32,17 @@ class SeqState:
         self.row = -1
         self.num_blocks = 0
 
+    def fork(self, num_tokens: int) -> SeqState:
+        """A new sequence with the first `num_tokens` tokens and the same prompt, without blocks."""
+        child = SeqState.__new__(SeqState)
+        child.num_prompt_tokens, child.num_tokens = self.num_prompt_tokens, num_tokens
+        child._buffer = np.empty(num_tokens + num_tokens // 2 + 16, dtype=np.int64)
+        child._buffer[:num_tokens] = self.tokens(0, num_tokens)
+        child.row, child.num_blocks = -1, 0
+        return child
+
     def append(self, token_id: int) -> None:
-        """Add a sampled token."""
+        """Add a token that was sampled, or chosen by the scheduler."""
         if self.num_tokens == len(self._buffer):
             self._buffer = np.concatenate((self._buffer, np.empty_like(self._buffer)))
         self._buffer[self.num_tokens] = token_id
@@ -96,14 +105,20 @@ class InputBatch:
         )
 
     def apply(self, plan: StepPlan) -> None:
-        """Forget, reset and add sequences, and bring their block tables up to date."""
+        """Act on all of a plan that concerns sequences and tables, in the plan's order."""
+        for new in plan.new_seqs:
+            self._add(new)
+        for fork in plan.forks:
+            self._fork(fork)
+        for seq_id, token_id in plan.appends:
+            self.seqs[seq_id].append(token_id)
         # After a failed step a plan may name sequences that never got here.
         for seq_id in plan.finished:
             self._drop_table(self.seqs.pop(seq_id, None))
         for seq_id in plan.preempted:
             self._drop_table(self.seqs.get(seq_id))
-        for new in plan.new_seqs:
-            self._add(new)
+        if plan.moved:
+            self._rename_blocks(plan.moved)
         for seq in plan.seqs:
             if seq.new_block_ids or seq.replaced:
                 self._update_table(seq)
@@ -111,6 +126,18 @@ class InputBatch:
     def _add(self, new: NewSeq) -> None:
         assert new.seq_id not in self.seqs, f"sequence {new.seq_id} is announced twice"
         self.seqs[new.seq_id] = SeqState(new.token_ids)
+
+    def _fork(self, fork: SeqFork) -> None:
+        assert fork.child_id not in self.seqs, f"sequence {fork.child_id} is announced twice"
+        self.seqs[fork.child_id] = self.seqs[fork.parent_id].fork(fork.num_tokens)
+
+    def _rename_blocks(self, moved: list[tuple[int, int]]) -> None:
+        """All at once: a block's new id may be another one's old id."""
+        old, new = np.array(moved, dtype=np.int32).T
+        # Cells behind the ends of the tables are renamed as well, and stay without meaning.
+        names = np.arange(max(int(self._tables.max()), int(old.max())) + 1, dtype=np.int32)
+        names[old] = new
+        self._tables = names[self._tables]
 
     def _drop_table(self, state: SeqState | None) -> None:
         if state is None:
@@ -122,6 +149,7 @@ class InputBatch:
     def _update_table(self, seq: SeqPlan) -> None:
         state = self.seqs[seq.seq_id]
         if state.row < 0:
+            assert self._free_rows, "more sequences have blocks than the tables have rows"
             state.row = self._free_rows.pop()
         row = self._tables[state.row]
         if seq.replaced is not None:

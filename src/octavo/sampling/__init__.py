@@ -8,12 +8,15 @@ of output tokens only: never on the other rows, their order, or an earlier preem
 from __future__ import annotations
 
 from octavo.sampling.batch import SamplingState
+from octavo.sampling.beams import BeamRows, beam_candidates
 from octavo.sampling.logprobs import prompt_logprobs
 from octavo.sampling.sampler import Sampled, choose_tokens, sample, sampling_bytes
 
 __all__ = [
+    "BeamRows",
     "Sampled",
     "SamplingState",
+    "beam_candidates",
     "choose_tokens",
     "prompt_logprobs",
     "sample",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -23,7 +23,7 @@ class SeqSampling:
                  "word_bans")  # fmt: skip
 
     def __init__(
-        self, params: SamplerParams, prompt_token_ids: Sequence[int], sample_index: int
+        self, params: SamplerParams, prompt_token_ids: Iterable[int], sample_index: int
     ) -> None:
         self.params = params
         self.num_output = 0
@@ -46,6 +46,14 @@ class SeqSampling:
             or params.min_tokens_masked_ids
             or params.num_logprobs is not None
         )
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Take in tokens that a sequence it forks from has generated."""
+        if self.counts is None and self.tail is None:
+            self.num_output += len(token_ids)
+            return
+        for token_id in token_ids:
+            self.append(token_id)
 
     def append(self, token_id: int) -> None:
         """Take in a sampled token."""
@@ -86,12 +94,19 @@ class SamplingState:
         self,
         seq_id: int,
         params: SamplerParams,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Iterable[int],
         sample_index: int = 0,
+        output_token_ids: Sequence[int] = (),
     ) -> None:
-        """Start a sequence that has no output yet; `seq_id` was never used before."""
+        """Start a sequence; `seq_id` was never used before. It has output only as a fork."""
         assert seq_id not in self._seqs, f"sequence {seq_id} is already known to the sampler"
-        self._seqs[seq_id] = SeqSampling(params, prompt_token_ids, sample_index)
+        seq = self._seqs[seq_id] = SeqSampling(params, prompt_token_ids, sample_index)
+        if len(output_token_ids):
+            seq.extend(output_token_ids)
+
+    def params(self, seq_id: int) -> SamplerParams:
+        """How a known sequence is sampled."""
+        return self._seqs[seq_id].params
 
     def append(self, seq_id: int, token_id: int) -> None:
         """Record a sampled token: the next draw of the sequence is for the next position."""

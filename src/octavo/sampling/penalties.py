@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ class TokenCounts:
 
     __slots__ = ("_counts", "_ids", "_place", "_size")
 
-    def __init__(self, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(self, prompt_token_ids: Iterable[int]) -> None:
         ids = list(dict.fromkeys(prompt_token_ids))
         self._place = {token_id: place for place, token_id in enumerate(ids)}
         self._size = len(ids)
@@ -31,7 +31,7 @@ class TokenCounts:
 
     @classmethod
     def for_params(
-        cls, params: SamplerParams, prompt_token_ids: Sequence[int]
+        cls, params: SamplerParams, prompt_token_ids: Iterable[int]
     ) -> TokenCounts | None:
         """Counts if these parameters penalise anything; the prompt matters to repetition only."""
         if params.repetition_penalty != 1.0:

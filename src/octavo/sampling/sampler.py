@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from octavo.plan import TokenLogprobs
+from octavo.request import MAX_BEAM_WIDTH
 from octavo.sampling.adjust import adjust
 from octavo.sampling.batch import SamplingState
+from octavo.sampling.beams import merge_bytes
 from octavo.sampling.draw import draw, rows_per_chunk, rows_per_sort
 from octavo.sampling.layout import RowLayout
 from octavo.sampling.logprobs import token_logprobs
@@ -87,9 +89,13 @@ def sampling_bytes(num_rows: int, vocab_size: int, num_logprob_rows: int | None 
 
     num_logprob_rows: how many rows may want logprobs and change their logits (each is copied once);
     all of them by default. Masks, counts and results are small and covered by the piece's bound.
+    Beams, first tokens of further samples (a piece's rows again, and their copy for logprobs) and
+    ordinary rows come one after the other. There may be more further samples than rows.
     """
     if num_logprob_rows is None:
         num_logprob_rows = num_rows
-    per_chunk = min(num_rows, rows_per_chunk(vocab_size)) * _BYTES_PER_ELEMENT
-    per_sort = min(num_rows, rows_per_sort(vocab_size)) * _BYTES_PER_SORTED_ELEMENT
-    return vocab_size * (num_logprob_rows * 4 + max(per_chunk, per_sort))
+    piece = rows_per_chunk(vocab_size)
+    per_sort = rows_per_sort(vocab_size) * _BYTES_PER_SORTED_ELEMENT
+    at_work = vocab_size * max(piece * _BYTES_PER_ELEMENT, per_sort)
+    copies = vocab_size * 4 * max(num_logprob_rows, 2 * piece)
+    return at_work + max(copies, merge_bytes(num_rows, vocab_size, MAX_BEAM_WIDTH))

@@ -1,13 +1,33 @@
-"""Hints to the operating system about large tensors."""
+"""Large pieces of host memory: reserving addresses, hints to the system, giving pages back."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 
+import torch
 from torch import Tensor
 
 _HUGE_PAGE = 2 << 20
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+"""Python before 3.13 has no name for it; the number is that of x86, ARM, RISC-V and s390."""
+
+
+def reserve(num_bytes: int) -> Tensor:
+    """[num_bytes] uint8 of zeros that takes up addresses only, and memory as it is written.
+
+    It may be larger than the machine's memory. Page-aligned. The memory goes back to the system
+    when the last view of the tensor is gone. Raises `MemoryError` where the system wants memory
+    behind all addresses and has not enough.
+    """
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+    try:
+        return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=torch.uint8)
+    except OSError as error:
+        raise MemoryError(f"no {num_bytes} bytes of address space: {error}") from error
 
 
 def use_huge_pages(tensor: Tensor) -> None:
@@ -16,10 +36,24 @@ def use_huge_pages(tensor: Tensor) -> None:
     A paged cache is read in pieces of a few KiB all over the pool: with 4 KiB pages almost every
     piece costs a walk through the page tables. A hint: where it is not understood, nothing happens.
     """
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    start = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+    _advise(tensor, "MADV_HUGEPAGE", _HUGE_PAGE)
+
+
+def give_back(tensor: Tensor) -> None:
+    """Return the whole pages behind a part of a `reserve` tensor; what it held is lost.
+
+    tensor: contiguous. The addresses stay valid, and take memory again when they are written. At
+    once on Linux; elsewhere when the system needs the memory.
+    """
+    _advise(tensor, "MADV_DONTNEED" if sys.platform == "linux" else "MADV_FREE", mmap.PAGESIZE)
+
+
+def _advise(tensor: Tensor, name: str, page_bytes: int) -> None:
+    """madvise(2) for the whole pages of a contiguous tensor, if there are any."""
+    advice = getattr(mmap, name, None)
+    start = -(-tensor.data_ptr() // page_bytes) * page_bytes
     end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
-    length = (end - start) // _HUGE_PAGE * _HUGE_PAGE
+    length = (end - start) // page_bytes * page_bytes
     if advice is not None and length > 0:
         libc = ctypes.CDLL(None)
         libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(advice))

@@ -1,0 +1,271 @@
+"""The pool and its host tier: every kind of copy in order, sizes, and memory given back."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.ops.cpu import memory as memory_module
+from octavo.plan import BlockCopy, BlockLabel, CopyKind
+from octavo.runner import kv_store as module
+from octavo.runner.kv_store import KVStore, copy_by_index, copy_one_by_one, untangled
+
+CPU = torch.device("cpu")
+LABEL = BlockLabel(b"d" * 16, b"p" * 16, (1, 2))
+MIB = 1 << 20
+
+
+class MemoryFiles:
+    """Stands for the disk: what was put can be taken at once."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, np.ndarray] = {}
+        self.num_settled = 0
+
+    def put(self, disk_id: int, label: BlockLabel, data: np.ndarray) -> None:
+        assert label == LABEL
+        self.blocks[disk_id] = data.copy()
+
+    def take(self, disk_id: int) -> np.ndarray | None:
+        return self.blocks.get(disk_id)
+
+    def settle(self) -> None:
+        self.num_settled += 1
+
+
+def small_store(num_blocks: int, num_host_blocks: int, **options: Any) -> KVStore:
+    """A block is one float32 number times 8: [1, 2, 1, 2, 2]."""
+    return KVStore(
+        num_blocks, 1, 1, 2, 2, torch.float32, CPU, num_host_blocks=num_host_blocks, **options
+    )
+
+
+def block_values(blocks: torch.Tensor) -> list[float]:
+    """The number in each block, which must be the same all over it."""
+    rows = blocks.flatten(1)
+    assert (rows == rows[:, :1]).all()
+    return rows[:, 0].tolist()
+
+
+def one_by_one(copies: list[BlockCopy], tiers: dict[str, dict[int, float]]) -> None:
+    names = {
+        CopyKind.WITHIN: ("pool", "pool"),
+        CopyKind.TO_HOST: ("pool", "host"),
+        CopyKind.FROM_HOST: ("host", "pool"),
+        CopyKind.TO_DISK: ("host", "disk"),
+        CopyKind.FROM_DISK: ("disk", "pool"),
+    }
+    for copy in copies:
+        source, target = names[copy.kind]
+        tiers[target][copy.dst] = tiers[source][copy.src]
+
+
+NUM = 5
+plain_copies = st.builds(
+    BlockCopy,
+    st.integers(0, NUM - 1),
+    st.integers(0, NUM - 1),
+    st.sampled_from(list(CopyKind)),
+    st.just(LABEL),
+)
+
+
+@given(st.lists(plain_copies, max_size=40))
+def test_all_kinds_in_order(copies: list[BlockCopy]) -> None:
+    """Bombs of copies with every hazard, over pools so small that hazards are the rule."""
+    disk = MemoryFiles()
+    store = small_store(NUM, NUM, disk=disk)
+    for i in range(NUM):
+        store.data[i], store.host[i] = float(i), float(10 + i)
+        disk.blocks[i] = np.full(8, 20 + i, dtype=np.float32).view(np.uint8)
+    tiers = {
+        "pool": dict(enumerate(block_values(store.data))),
+        "host": dict(enumerate(block_values(store.host))),
+        "disk": {i: float(20 + i) for i in range(NUM)},
+    }
+    traffic = store.copy(copies)
+    one_by_one(copies, tiers)
+    assert block_values(store.data) == [tiers["pool"][i] for i in range(NUM)]
+    assert block_values(store.host) == [tiers["host"][i] for i in range(NUM)]
+    for i, value in tiers["disk"].items():
+        assert (disk.blocks[i].view(np.float32) == value).all()
+    moved = [c for c in copies if c.kind in (CopyKind.TO_HOST, CopyKind.FROM_HOST)]
+    assert traffic.num_blocks == len(moved) and (traffic.seconds > 0) == bool(moved)
+    assert disk.num_settled == bool(copies)
+
+
+pairs = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=30)
+
+
+@given(pairs, st.booleans(), st.booleans())
+def test_runs_by_index_are_copies_in_order(
+    numbers: list[tuple[int, int]], within: bool, threaded: bool
+) -> None:
+    copies = [BlockCopy(src, dst) for src, dst in numbers]
+    base = torch.arange(7.0)[:, None].repeat(1, 3)
+    other = base.clone() if within else base + 100
+
+    def result(how: Any) -> torch.Tensor:
+        into = base.clone()
+        how(into, into if within else other, copies)
+        return into
+
+    expected = base.clone()
+    for src, dst in numbers:
+        expected[dst] = (expected if within else other)[src].clone()
+    assert torch.equal(result(copy_by_index), expected)
+    before = module.PARALLEL_BYTES
+    module.PARALLEL_BYTES = 0 if threaded else before
+    try:
+        assert torch.equal(result(copy_one_by_one), expected)
+    finally:
+        module.PARALLEL_BYTES = before
+
+
+def test_runs_are_as_long_as_they_can_be() -> None:
+    far = [BlockCopy(i, 10 + i) for i in range(5)]
+    assert [len(run) for run in untangled(far, same_memory=True)] == [5]
+    chain = [BlockCopy(0, 1), BlockCopy(1, 2), BlockCopy(2, 3)]
+    assert [len(run) for run in untangled(chain, same_memory=True)] == [1, 1, 1]
+    assert [len(run) for run in untangled(chain, same_memory=False)] == [3]
+    twice = [BlockCopy(0, 1), BlockCopy(2, 1)]
+    assert [len(run) for run in untangled(twice, same_memory=False)] == [1, 1]
+    assert [len(run) for run in untangled([BlockCopy(3, 0), BlockCopy(3, 1)], True)] == [2]
+
+
+def test_a_missing_tier_or_block_is_an_invariant() -> None:
+    store = small_store(2, 2)
+    with pytest.raises(AssertionError, match="disk tier"):
+        store.copy([BlockCopy(0, 0, CopyKind.TO_DISK, LABEL)])
+    store.disk = MemoryFiles()
+    with pytest.raises(AssertionError, match="not fetched"):
+        store.copy([BlockCopy(7, 0, CopyKind.FROM_DISK)])
+
+
+def mib_store(num_blocks: int, max_blocks: int, **options: Any) -> KVStore:
+    """Blocks of 1 MiB."""
+    store = KVStore(num_blocks, 8, 8, 32, 64, torch.float32, CPU, max_blocks=max_blocks, **options)
+    assert store.block_bytes == MIB
+    return store
+
+
+def resident() -> int:
+    return psutil.Process().memory_info().rss
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are given back later elsewhere")
+def test_growing_takes_no_memory_and_shrinking_gives_it_back() -> None:
+    store = mib_store(64, 1 << 16)  # 64 GiB of addresses
+    if store.max_blocks == 64:
+        pytest.skip("the system wants memory behind all addresses")
+    address, shape = store.data.data_ptr(), store.data.shape
+    start = resident()
+    store.data[:64].fill_(1.0)
+    full = resident()
+    assert full - start > 60 * MIB
+    assert not store.resize(60_000) and store.num_blocks == 60_000
+    assert resident() - full < 4 * MIB
+    store.data[59_999].fill_(3.0)
+    assert not store.resize(16) and store.num_blocks == 16
+    assert resident() < start + 24 * MIB
+    assert (store.data[:16] == 1.0).all()
+    store.resize(32)  # the addresses still work
+    store.data[31].fill_(2.0)
+    assert (store.data[31] == 2.0).all() and (store.data[:16] == 1.0).all()
+    assert (store.data.data_ptr(), store.data.shape) == (address, shape)
+    data = store.data[:16]
+    del store
+    assert (data == 1.0).all()  # a view keeps it
+    del data
+    assert resident() < start + 8 * MIB
+
+
+def test_growing_past_the_reserve_moves() -> None:
+    store = mib_store(4, 6)
+    store.data[:4] = torch.arange(4.0).view(4, 1, 1, 1, 1, 1)
+    assert not store.resize(6)
+    store.data[5].fill_(5.0)
+    assert store.resize(9) and store.num_blocks == store.max_blocks == 9
+    assert block_values(store.data[:6])[:4] == [0.0, 1.0, 2.0, 3.0]
+    assert block_values(store.data[:6])[5] == 5.0
+
+
+def test_no_room_for_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system wants memory behind all addresses, the pool starts without a reserve."""
+    reserve = memory_module.reserve
+
+    def strict(num_bytes: int) -> torch.Tensor:
+        if num_bytes > 8 * MIB:
+            raise MemoryError
+        return reserve(num_bytes)
+
+    monkeypatch.setattr(module, "reserve", strict)
+    store = mib_store(4, 100)
+    assert store.max_blocks == store.num_blocks == 4
+    with pytest.raises(MemoryError):
+        store.resize(9)
+    assert store.num_blocks == 4 and len(store.data) == 4
+    assert store.resize(8) and store.max_blocks == 8
+
+
+def test_reserving_more_than_there_is_is_refused() -> None:
+    with pytest.raises(MemoryError, match="address space"):
+        memory_module.reserve(1 << 60)
+    assert memory_module.reserve(0).numel() == 0
+
+
+def test_copy_speed_is_measured_and_leaves_nothing_behind() -> None:
+    store = mib_store(64, 64, num_host_blocks=32)
+    start = resident()
+    speed = store.host_copy_speed()
+    assert 1e8 < speed < 1e12  # bytes a second
+    if sys.platform == "linux":
+        assert resident() < start + 3 * MIB
+    assert mib_store(4, 4).host_copy_speed() == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shapes(dtype: torch.dtype) -> None:
+    store = KVStore(3, 2, 4, 8, 16, dtype, CPU, num_host_blocks=5)
+    assert store.data.shape == (3, 2, 2, 4, 8, 16) and store.host.shape == (5, 2, 2, 4, 8, 16)
+    assert store.data.dtype == store.host.dtype == dtype and store.data.is_contiguous()
+    assert store.block_bytes == store.data[0].nbytes
+    assert KVStore(3, 2, 4, 8, 16, dtype, CPU).host.shape[0] == 0
+
+
+@pytest.mark.gpu
+def test_all_kinds_on_a_gpu() -> None:
+    """The same copies as on a CPU, with a pinned host tier; resizing moves the pool."""
+    options: Any = {"num_host_blocks": NUM, "max_blocks": 100}
+    stores = [
+        KVStore(NUM, 1, 1, 2, 2, torch.float32, torch.device(device), disk=MemoryFiles(), **options)
+        for device in ("cpu", "cuda")
+    ]
+    generator = np.random.default_rng(0)
+    kinds = list(CopyKind)
+    copies = [
+        BlockCopy(int(src), int(dst), kinds[kind // 8 % len(kinds)], LABEL)
+        for kind, (src, dst) in enumerate(generator.integers(0, NUM, (400, 2)))
+    ]
+    for store in stores:
+        for i in range(NUM):
+            store.data[i], store.host[i] = float(i), float(10 + i)
+            store.disk.blocks[i] = np.full(8, 20 + i, dtype=np.float32).view(np.uint8)
+        assert store.copy(copies).num_blocks == 160
+    on_cpu, on_gpu = stores
+    torch.cuda.synchronize()
+    assert on_gpu.host.is_pinned() and on_gpu.max_blocks == NUM
+    assert torch.equal(on_cpu.data[:NUM], on_gpu.data.cpu())
+    assert torch.equal(on_cpu.host, on_gpu.host)
+    assert all((on_cpu.disk.blocks[i] == on_gpu.disk.blocks[i]).all() for i in range(NUM))
+    assert on_gpu.resize(9) and on_gpu.num_blocks == 9
+    assert torch.equal(on_cpu.data[:NUM], on_gpu.data[:NUM].cpu())
+    assert on_gpu.resize(2) and torch.equal(on_cpu.data[:2], on_gpu.data.cpu())
+    assert on_gpu.host_copy_speed() > 0
