@@ -16,7 +16,9 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "src" / "octavo"
 MAX_LINES = 400
 
-CONTRACTS = {"errors", "config", "request", "plan", "outputs", "arch", "hf_config", "util"}
+CONTRACTS = {
+    "errors", "config", "request", "plan", "outputs", "events", "arch", "hf_config", "util",
+}  # fmt: skip
 DEVICE = [{"ops"}, {"attention", "layers", "sampling"}, {"models", "weights"}, {"runner"}]
 ENGINE = {"text", "metrics", "distributed", "engine"}
 PEOPLE = {"server", "cli", "bench", "dashboard"}

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from octavo.config import EngineConfig
     from octavo.engine.llm import LLM
     from octavo.errors import OctavoError
-    from octavo.outputs import CompletionOutput, RequestOutput
-    from octavo.request import SamplingParams
+    from octavo.events import EngineEvent, EventKind
+    from octavo.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
+    from octavo.request import BeamSearchParams, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -23,8 +24,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
+    "EngineEvent",
+    "EventKind",
     "OctavoError",
     "RequestOutput",
     "SamplingParams",
@@ -33,8 +38,12 @@ __all__ = [
 
 _HOMES = {
     "LLM": "octavo.engine.llm",
+    "BeamSearchOutput": "octavo.outputs",
+    "BeamSearchParams": "octavo.request",
     "CompletionOutput": "octavo.outputs",
     "EngineConfig": "octavo.config",
+    "EngineEvent": "octavo.events",
+    "EventKind": "octavo.events",
     "OctavoError": "octavo.errors",
     "RequestOutput": "octavo.outputs",
     "SamplingParams": "octavo.request",

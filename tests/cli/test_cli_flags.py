@@ -6,11 +6,22 @@ import dataclasses
 
 import pytest
 
-from octavo.cli.flags import EngineFlags, SamplingFlags, field_docs, parse, parse_bytes
+from octavo.cli.flags import (
+    BeamFlags,
+    ChatSamplingFlags,
+    EngineFlags,
+    SamplingFlags,
+    bytes_text,
+    check_beams,
+    field_docs,
+    make_params,
+    parse,
+    parse_bytes,
+)
 from octavo.cli.generate import Generate
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, InvalidRequestError
-from octavo.request import SamplingParams
+from octavo.request import BeamSearchParams, SamplingParams
 
 
 def parsed(*argv: str) -> Generate:
@@ -65,9 +76,13 @@ ARRIVING: dict[str, tuple[list[str], object]] = {
     "dtype": (["bfloat16"], "bfloat16"), "max_model_len": (["99"], 99), "block_size": (["8"], 8),
     "max_num_seqs": (["3"], 3), "max_num_batched_tokens": (["1024"], 1024),
     "kv_cache_memory_bytes": (["1MB"], 10**6), "num_gpu_blocks_override": (["7"], 7),
+    "preemption_mode": (["swap"], "swap"), "preemption_victim": (["lowest-cost"], "lowest-cost"),
+    "swap_space": (["0.5"], 0.5), "kv_disk_dir": (["/kv"], "/kv"),
+    "kv_disk_bytes": (["10GiB"], 10 * 2**30),
     "scheduling_policy": (["priority"], "priority"), "seed": (["5"], 5),
     "load_format": (["gguf"], "gguf"), "skip_tokenizer_init": ([], True), "num_threads": (["2"], 2),
-    "n": (["2"], 2), "presence_penalty": (["0.5"], 0.5), "frequency_penalty": (["-0.5"], -0.5),
+    "n": (["2"], 2), "best_of": (["3"], 3), "presence_penalty": (["0.5"], 0.5),
+    "frequency_penalty": (["-0.5"], -0.5),
     "repetition_penalty": (["1.5"], 1.5), "temperature": (["0.7"], 0.7), "top_p": (["0.9"], 0.9),
     "top_k": (["4"], 4), "min_p": (["0.1"], 0.1), "stop": (["a", "b"], ["a", "b"]),
     "stop_token_ids": (["1", "2"], [1, 2]), "ignore_eos": ([], True), "max_tokens": (["9"], 9),
@@ -76,7 +91,12 @@ ARRIVING: dict[str, tuple[list[str], object]] = {
     "allowed_token_ids": (["3"], [3]), "bad_words": (["x"], ["x"]),
 }  # fmt: skip
 """Field -> the words behind its flag, and what becomes of them."""
-SWITCHED_OFF = ("detokenize", "skip_special_tokens", "spaces_between_special_tokens")
+SWITCHED_OFF = (
+    "enable_prefix_caching",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
 
 
 @pytest.mark.parametrize("name", [*ARRIVING, *SWITCHED_OFF])
@@ -115,6 +135,13 @@ def test_sizes(text: str, num_bytes: int) -> None:
     assert parse_bytes(text) == num_bytes
 
 
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(2**32, "4GiB"), (3 * 2**20, "3MiB"), (10**9, "1000000000"), (0, "0")]
+)
+def test_sizes_are_written_as_they_are_read(num_bytes: int, text: str) -> None:
+    assert bytes_text(num_bytes) == text and parse_bytes(text) == num_bytes
+
+
 @pytest.mark.parametrize("text", ["", "GiB", "1 apple", "-1", "1ib", "1.2.3k"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a size"):
@@ -126,3 +153,55 @@ def test_flag_classes_add_no_fields() -> None:
         assert {f.name for f in dataclasses.fields(flags)} == {
             f.name for f in dataclasses.fields(kind)
         }
+
+
+def beams(*argv: str) -> BeamSearchParams | SamplingParams:
+    args = parsed(*argv, "--", "hi")
+    check_beams(args.sampling, args.beams)
+    return make_params(args.sampling, args.beams)
+
+
+def test_beam_flags_arrive() -> None:
+    assert isinstance(beams(), SamplingParams)
+    assert beams("--beam-width", "4") == BeamSearchParams(beam_width=4, max_tokens=512)
+    words = [
+        "--beam-width", "2", "--length-penalty", "0.5", "--early-stopping", "never",
+        "--max-tokens", "9", "--temperature", "0.7", "--ignore-eos", "--include-stop-str-in-output",
+    ]  # fmt: skip
+    assert beams(*words) == BeamSearchParams(
+        beam_width=2, length_penalty=0.5, early_stopping="never", max_tokens=9, temperature=0.7,
+        ignore_eos=True, include_stop_str_in_output=True,
+    )  # fmt: skip
+    assert beams("--beam-width", "2", "--early-stopping", "true").early_stopping is True  # type: ignore[union-attr]
+
+
+def test_every_beam_parameter_has_a_flag() -> None:
+    names = {field.name for field in dataclasses.fields(BeamSearchParams)}
+    own = {field.name for field in dataclasses.fields(BeamFlags)}
+    assert names <= own | {field.name for field in dataclasses.fields(SamplingFlags)}
+    assert own <= names and field_docs(BeamFlags).keys() == own
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["--length-penalty", "2"], "--length-penalty"),
+        (["--early-stopping", "true"], "--early-stopping"),
+        (["--beam-width", "2", "--n", "2"], "--n"),
+        (["--beam-width", "2", "--top-p", "0.5"], "--top-p"),
+        (["--beam-width", "2", "--stop", "x"], "--stop"),
+    ],
+)
+def test_flags_without_effect_on_beams_are_refused(words: list[str], flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        beams(*words)
+
+
+def test_beams_need_a_limit() -> None:
+    with pytest.raises(InvalidRequestError, match="--max-tokens"):
+        beams("--beam-width", "2", "--max-tokens", "none")
+
+
+def test_chat_streams_and_so_ranks_nothing() -> None:
+    hints = ChatSamplingFlags.__annotations__
+    assert "best_of" in hints and ChatSamplingFlags().best_of is None

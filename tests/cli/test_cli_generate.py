@@ -194,6 +194,76 @@ def test_show_blocks_tells_of_a_block_that_only_the_last_step_had(
     assert ended == "request 0: ended with 13 tokens in 4 blocks, all released"
 
 
+def test_show_blocks_tells_who_shares_and_who_copies(tiny: list[str], capsys: Capture) -> None:
+    flags = ["--show-blocks", "--raw", "--n", "2", "--max-tokens", "4", "--ignore-eos"]
+    assert main(["generate", "abcdef", *flags, "--block-size", "4", *tiny]) == 0
+    shown = capsys.readouterr().err
+    for index in (0, 1):
+        for block in (0, 1):
+            assert f"0.{index}: logical block {block} -> physical block" in shown
+        assert f"shared with 0.{1 - index}\n" in shown
+    copied = [line for line in shown.splitlines() if ", a copy of " in line]
+    assert len(copied) == 1 and "logical block 1 " in copied[0], "the last owner needs none"
+    assert shown.count("all released") == 2
+
+
+def test_show_blocks_of_beams(tiny: list[str], capsys: Capture) -> None:
+    flags = ["--show-blocks", "--raw", "--beam-width", "3", "--max-tokens", "5", "--ignore-eos"]
+    assert main(["generate", "abcdef", *flags, "--block-size", "4", *tiny]) == 0
+    shown = capsys.readouterr().err
+    assert "request 0.2: logical block 0 -> physical block" in shown
+    assert "shared with 0.0, 0.1" in shown and shown.count("all released") == 3
+
+
+def test_beams_and_best_of_are_printed_with_their_scores(tiny: list[str], capsys: Capture) -> None:
+    flags = ["--raw", "--max-tokens", "3", "--ignore-eos", *tiny]
+    for words in (["--beam-width", "2"], ["--n", "2", "--best-of", "3", "--temperature", "1"]):
+        assert main(["generate", "abc", *words, *flags]) == 0
+        out = capsys.readouterr().out
+        assert "-- 1 of 2, score -" in out and "-- 2 of 2, score -" in out, words
+
+
+def test_jsonl_lines_choose_beams_and_salts(
+    tiny: list[str], tmp_path: Path, capsys: Capture
+) -> None:
+    requests = [
+        {"prompt": "abc", "beam_width": 2, "length_penalty": 0.0, "max_tokens": 4},
+        {"prompt": "abc", "max_tokens": 2, "cache_salt": "tenant"},
+        {"prompt": "abc", "beam_width": 2, "top_p": 0.5},
+    ]
+    file = tmp_path / "requests.jsonl"
+    flags = ["generate", "--file", str(file), "--jsonl", "--ignore-eos", *tiny]
+    file.write_text("\n".join(json.dumps(request) for request in requests[:2]))
+    assert main(flags) == 0
+    beams, sampled = lines(capsys)
+    assert [len(sample["token_ids"]) for sample in beams["outputs"]] == [4, 4]
+    first = beams["outputs"][0]
+    assert first["score"] == first["cumulative_logprob"], "length_penalty 0 divides by nothing"
+    assert len(sampled["outputs"]) == 1 and sampled["outputs"][0]["score"] is None
+    file.write_text(json.dumps(requests[2]))
+    assert main(flags) == 2
+    assert "'top_p' is no parameter of beam search" in capsys.readouterr().err
+
+
+def test_the_default_max_tokens_of_beams_gives_way_too(tiny: list[str], capsys: Capture) -> None:
+    flags = ["--raw", "--beam-width", "2", "--ignore-eos", "--max-model-len", "40", "--jsonl"]
+    assert main(["generate", "abcd", *flags, *tiny]) == 0
+    (line,) = lines(capsys)
+    assert [len(sample["token_ids"]) for sample in line["outputs"]] == [32, 32]
+
+
+def test_events_come_last_on_stderr(tiny: list[str], capsys: Capture) -> None:
+    flags = ["--raw", "--events", "--ignore-eos", *tiny]
+    assert main(["generate", "x", "--max-tokens", "2", *flags]) == 0
+    out, err = capsys.readouterr()
+    assert err.endswith("\nno events\n") and "events" not in out
+    narrow = ["--max-tokens", "40", "--block-size", "4", "--num-gpu-blocks-override", "16"]
+    assert main(["generate", "abc", "defgh", "ijkl", *flags, *narrow]) == 0
+    assert "preempted request" in capsys.readouterr().err
+    assert main(["generate", "x" * 300, *flags]) == 2
+    assert "refused   request 0: prompt" in capsys.readouterr().err
+
+
 def test_memory_report_comes_last_on_stderr(tiny: list[str], capsys: Capture) -> None:
     assert main(["generate", "x", "--memory", "--max-tokens", "2", *tiny]) == 0
     out, err = capsys.readouterr()

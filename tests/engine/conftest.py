@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from octavo import LLM
+
+sys.path.insert(0, str(Path(__file__).parent))  # the tests import `llm_support` from here
 
 BOS, EOS, TOOL, SPACE_CAT = 256, 257, 258, 259
 
@@ -65,3 +71,13 @@ def blank_path(tiny_weights_path: Path, tmp_path_factory: pytest.TempPathFactory
     file = folder / "model.safetensors"
     save_file({name: torch.zeros_like(t) for name, t in load_file(file).items()}, file)
     return folder
+
+
+@pytest.fixture
+def llm(tiny_model_path: Path) -> Iterator[LLM]:
+    """A tiny engine with random weights, and the proof that it was left with nothing running."""
+    from llm_support import OPTIONS, assert_drained
+
+    with LLM(str(tiny_model_path), **OPTIONS) as llm:
+        yield llm
+        assert_drained(llm)

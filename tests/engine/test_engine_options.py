@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from octavo import LLM, EngineConfig, SamplingParams
+from octavo import LLM, EngineConfig, EngineEvent, EventKind, SamplingParams
 from octavo.errors import RequestCapacityError
 
 OPTIONS: dict[str, Any] = {
@@ -60,6 +60,39 @@ def order_of_ends(llm: LLM) -> list[int]:
     return sorted(range(3), key=times.__getitem__)
 
 
+def cached_tokens(llm: LLM) -> int:
+    """What a prompt finds that was there before."""
+    prompt = {"prompt": "x" * 40}
+    params = SamplingParams(max_tokens=1)
+    return [llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens for _ in "12"][1]
+
+
+def preempt(llm: LLM) -> dict[str, EngineEvent]:
+    """Three requests in a pool for two; the first preemption of each."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    prompts = ["a" * 40, "b" * 8, "c" * 32]  # all want a block in the same step: a first
+    ranks = None if llm.config.preemption_victim != "priority" else [1, 3, 2]
+    outputs = llm.generate(prompts, params, use_tqdm=False, priority=ranks)
+    found: dict[str, EngineEvent] = {}
+    for output, prompt in zip(outputs, prompts, strict=True):
+        for event in llm.events(output.request_id):
+            if event.kind == EventKind.PREEMPTED:
+                found.setdefault(prompt[0], event)
+    return dict(sorted(found.items(), key=lambda item: item[1].time_s))
+
+
+def first_mode(llm: LLM) -> str | None:
+    return next(iter(preempt(llm).values())).mode
+
+
+def first_victim(llm: LLM) -> str:
+    return next(iter(preempt(llm)))
+
+
+def host_blocks(llm: LLM) -> int:
+    return llm.memory_report().host.num_blocks
+
+
 def kv_bytes_per_number(llm: LLM) -> int:
     return llm.memory_report().plan.shape.element_bytes
 
@@ -77,6 +110,8 @@ class Case:
     """Further options, in both."""
 
 
+TIGHT = {"num_gpu_blocks_override": 38, "block_size": 4, "max_model_len": 100}
+
 CASES: dict[str, Case] = {
     "dtype": Case("bfloat16", kv_bytes_per_number, 4, 2),
     "max_model_len": Case(100, longest, 256, 100),
@@ -87,6 +122,12 @@ CASES: dict[str, Case] = {
         20 * BLOCK_BYTES + 1, sizes, (8 * 16, 16), (20, 16), {"num_gpu_blocks_override": None}
     ),
     "num_gpu_blocks_override": Case(30, sizes, (64, 16), (30, 16)),
+    "enable_prefix_caching": Case(False, cached_tokens, 39, 0),
+    "preemption_mode": Case(
+        "swap", first_mode, "recompute", "swap", TIGHT | {"preemption_mode": "recompute"}
+    ),
+    "preemption_victim": Case("lowest-cost", first_victim, "c", "b", TIGHT),
+    "swap_space": Case(20 * BLOCK_BYTES / 2**30, host_blocks, 4 * 64, 20),
     "load_format": Case("dummy", lambda llm: tokens_of(llm) == [0] * 4, True, False),
     "skip_tokenizer_init": Case(True, lambda llm: llm.get_tokenizer() is None, False, True),
     "num_threads": Case(2, lambda llm: llm.config.num_threads, 1, 2),
@@ -131,7 +172,29 @@ def test_model_and_tokenizer(blank_path: Path, tiny_weights_path: Path, tmp_path
         assert llm.get_tokenizer().chat_template is None  # type: ignore[union-attr]
 
 
+def test_the_largest_priority_number_is_the_victim(blank_path: Path) -> None:
+    options = OPTIONS | TIGHT | {"preemption_victim": "priority"}
+    with LLM(str(blank_path), **options) as llm:
+        assert first_victim(llm) == "b"
+
+
+def test_kv_disk_dir_and_bytes(blank_path: Path, tmp_path: Path) -> None:
+    """What a closed engine left is found by the next one, as far as there was room."""
+    prompt = {"prompt_token_ids": [i % 200 for i in range(16 * 6 + 1)]}
+    params = SamplingParams(max_tokens=1)
+
+    def found(**options: Any) -> int:
+        with LLM(str(blank_path), **OPTIONS, **options) as llm:
+            return llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens
+
+    disk = {"kv_disk_dir": str(tmp_path / "much")}
+    assert [found(**disk), found(**disk), found()] == [0, 16 * 6, 0]
+    little = {"kv_disk_dir": str(tmp_path / "little"), "kv_disk_bytes": 2 * BLOCK_BYTES}
+    assert [found(**little), found(**little)] == [0, 16 * 2]
+
+
 def test_every_option_has_its_case() -> None:
     """One choice is no choice (`kv_policy`); a `revision` is the hub's, and refused elsewhere."""
     names = {field.name for field in dataclasses.fields(EngineConfig)}
-    assert names == CASES.keys() | {"model", "tokenizer", "seed", "kv_policy", "revision"}
+    elsewhere = {"model", "tokenizer", "seed", "kv_policy", "revision"}
+    assert names == CASES.keys() | elsewhere | {"kv_disk_dir", "kv_disk_bytes"}

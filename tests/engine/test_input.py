@@ -6,7 +6,7 @@ import pytest
 
 from octavo.engine.input import InputProcessor
 from octavo.errors import InvalidRequestError, RequestCapacityError
-from octavo.request import SamplingParams
+from octavo.request import BeamSearchParams, SamplingParams
 
 BOS, EOS, SPACE_CAT = 256, 257, 259
 
@@ -84,6 +84,40 @@ def test_defaults_cost_nothing(inputs) -> None:
     assert sampler.allowed_token_ids is None and sampler.num_logprobs is None
 
 
+def test_best_of_generates_more_and_needs_logprobs_to_choose(inputs) -> None:
+    request = request_of(inputs, n=2, best_of=5)
+    assert (request.n, request.sampler.num_logprobs) == (5, 0)
+    assert request_of(inputs, n=2, best_of=5, logprobs=3).sampler.num_logprobs == 3
+    alike = request_of(inputs, n=2, best_of=2)
+    assert (alike.n, alike.sampler.num_logprobs) == (2, None), "nothing is chosen"
+
+
+def test_beam_search_parameters(inputs) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=7, temperature=0.5)
+    request, _ = inputs.process("r", "hi", params)
+    assert request.beam is params
+    assert (request.n, request.max_tokens, request.sampler.temperature) == (3, 7, 0.5)
+    assert request.eos_token_ids == {EOS} and request.stop_token_ids == frozenset()
+    params = BeamSearchParams(beam_width=3, max_tokens=7, ignore_eos=True)
+    assert inputs.process("r", "hi", params)[0].eos_token_ids == frozenset()
+
+
+def test_beams_use_no_seed(inputs) -> None:
+    before = request_of(inputs).sampler.seed
+    fresh = InputProcessor(inputs._tokenizer, vocab_size=300, max_model_len=100, seed=7)
+    fresh.process("r", "hi", BeamSearchParams(beam_width=2, max_tokens=1))
+    assert request_of(fresh).sampler.seed == before
+
+
+def test_cache_salt(inputs) -> None:
+    assert request_of(inputs).cache_salt == ""
+    assert request_of(inputs, {"prompt": "hi", "cache_salt": "a"}).cache_salt == "a"
+    prompt = {"prompt_token_ids": [1, 2], "cache_salt": "b"}
+    request = request_of(inputs, prompt)
+    assert (request.prompt_token_ids, request.cache_salt) == ([1, 2], "b")
+    assert set(prompt) == {"prompt_token_ids", "cache_salt"}, "the caller's dict is left alone"
+
+
 def test_ignore_eos(inputs) -> None:
     request = request_of(inputs, ignore_eos=True, min_tokens=1, stop_token_ids=[3])
     assert request.eos_token_ids == frozenset() and request.stop_token_ids == {3}
@@ -151,6 +185,9 @@ def test_bad_words_at_the_start_and_behind_a_space(inputs) -> None:
         ({"prompt": "a", "prompt_token_ids": [1]}, "prompt", "exactly one of"),
         ({"prompt": "a", "multi_modal_data": {}}, "multi_modal_data", "unknown key"),
         ({"prompt": [1]}, "prompt", "prompt_token_ids"),
+        ({"prompt": "a", "cache_salt": 3}, "cache_salt", "string"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt", "not empty"),
+        ({"cache_salt": "a"}, "prompt", "exactly one of"),
         ({"prompt_token_ids": "a"}, "prompt_token_ids", "got str"),
     ],
 )

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from octavo.engine.input import InputProcessor
-from octavo.engine.output import OutputKind, OutputProcessor
+from octavo.engine.output import OutputKind, OutputProcessor, beams_of
 from octavo.outputs import RequestKVUsage, RequestMetrics
 from octavo.plan import TokenLogprobs
-from octavo.request import FinishReason, SamplingParams
+from octavo.request import BeamSearchParams, FinishReason, SamplingParams
 from octavo.sched import SeqUpdate
 
 EOS, TOOL = 257, 258
@@ -33,7 +33,8 @@ class Engine:
         self.to_stop: list[tuple[int, str]] = []
 
     def add(self, request_id="r", prompt=(97,), **params) -> None:
-        sampling = SamplingParams(**params)
+        kind = BeamSearchParams if "beam_width" in params else SamplingParams
+        sampling = kind(**params)
         request, text = self.inputs.process(request_id, list(prompt), sampling, arrival_s=-1.0)
         self.outputs.add(request, text, sampling, self.kind)
 
@@ -51,8 +52,9 @@ class Engine:
 
 
 def update(
-    ids=(), *, request_id="r", sample=0, logprobs=(), prompt=(), reason=None, stop_reason=None
-) -> SeqUpdate:
+    ids=(), *, request_id="r", sample=0, logprobs=(), prompt=(), reason=None, stop_reason=None,
+    cum_logprob=None, score=None,
+) -> SeqUpdate:  # fmt: skip
     return SeqUpdate(
         request_id=request_id,
         sample_index=sample,
@@ -62,6 +64,8 @@ def update(
         prompt_logprobs=tuple(prompt),
         finish_reason=reason,
         stop_reason=stop_reason,
+        cum_logprob=cum_logprob,
+        score=score,
     )
 
 
@@ -199,6 +203,84 @@ def test_one_sample_aborted(engine) -> None:
     assert [c.finish_reason for c in output.outputs] == [ABORT, None] and not output.finished
 
 
+def test_abort_of_single_samples(engine) -> None:
+    engine.add(n=3)
+    engine.step(update([104]), update([105], sample=1), update([106], sample=2))
+    assert engine.outputs.abort_sample("r", 1, 5.0) is None
+    assert not engine.outputs.has_sample("r", 1) and engine.outputs.has_sample("r", 2)
+    [output] = engine.step(update([104]), update([1], sample=1), update([107], sample=2))
+    assert [c.text for c in output.outputs] == ["hh", "i", "jk"]
+    assert [c.finish_reason for c in output.outputs] == [None, ABORT, None]
+    [output] = engine.step(update([104], reason=LENGTH))
+    assert not output.finished
+    last = engine.outputs.abort_sample("r", 2, 9.0)
+    assert last.finished and [c.finish_reason for c in last.outputs] == [LENGTH, ABORT, ABORT]
+    assert len(engine.outputs) == 0 and engine.outputs.abort_sample("r", 2, 9.0) is None
+
+
+# -- ranked: best_of and beams --------------------------------------------------------------------
+
+
+def ranked(tokenizer, **params) -> Engine:
+    engine = Engine(tokenizer, OutputKind.FINAL_ONLY)
+    engine.add(**params)
+    return engine
+
+
+def logged(text, *logprobs) -> dict:
+    ids = list(text.encode())
+    entries = [TokenLogprobs(i, logprob, 1, ()) for i, logprob in zip(ids, logprobs, strict=True)]
+    return {"ids": ids, "logprobs": entries, "reason": LENGTH}
+
+
+def test_best_of_takes_the_best_mean_logprob(byte_tokenizer) -> None:
+    engine = ranked(byte_tokenizer, n=2, best_of=4)
+    [last] = engine.step(
+        update(**logged("ab", -3.0, -1.0)),
+        update(**logged("c", -1.5), sample=1),  # less in sum, yet not in the mean
+        update(**logged("de", -1.5, -1.5), sample=2),  # as good: the lower index is first
+        update(reason=ABORT, sample=3),
+    )
+    assert [(c.index, c.text, c.score) for c in last.outputs] == [(0, "c", -1.5), (1, "de", -1.5)]
+    assert all(c.logprobs is None and c.cumulative_logprob is None for c in last.outputs)
+
+
+def test_best_of_prefers_what_was_not_aborted(byte_tokenizer) -> None:
+    engine = ranked(byte_tokenizer, n=1, best_of=2)
+    good = logged("a", -0.1)
+    del good["reason"]
+    assert engine.step(update(**good)) == []
+    engine.outputs.abort_sample("r", 0, 1.0)
+    [last] = engine.step(update(**logged("b", -9.0), sample=1))
+    assert [c.text for c in last.outputs] == ["b"]
+
+
+def test_best_of_shows_logprobs_that_were_asked_for(byte_tokenizer) -> None:
+    engine = ranked(byte_tokenizer, n=1, best_of=2, logprobs=0)
+    [last] = engine.step(update(**logged("a", -2.0)), update(**logged("b", -1.0), sample=1))
+    [best] = last.outputs
+    assert best.cumulative_logprob == best.score == -1.0 and best.logprobs[0][98].logprob == -1.0
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_beams_come_with_scores_and_text(byte_tokenizer, include) -> None:
+    engine = ranked(byte_tokenizer, beam_width=2, max_tokens=3, include_stop_str_in_output=include)
+    [last] = engine.step(
+        update([104, 105, EOS], reason=STOP, cum_logprob=-1.5, score=-0.5),
+        update([104, 106, 107], sample=1, reason=LENGTH, cum_logprob=-3.0, score=-1.0),
+    )
+    assert [c.text for c in last.outputs] == ["hi" + "</s>" * include, "hjk"]
+    assert [(c.cumulative_logprob, c.score) for c in last.outputs] == [(-1.5, -0.5), (-3.0, -1.0)]
+    beams = beams_of(last, with_text=True)
+    assert beams.request_id == "r"
+    assert [b.tokens for b in beams.sequences] == [[97, 104, 105, EOS], [97, 104, 106, 107]]
+    assert [(b.text, b.cum_logprob, b.score) for b in beams.sequences] == [
+        (c.text, c.cumulative_logprob, c.score) for c in last.outputs
+    ]
+    assert [b.finish_reason for b in beams.sequences] == [STOP, LENGTH]
+    assert [b.text for b in beams_of(last, with_text=False).sequences] == [None, None]
+
+
 # -- many ---------------------------------------------------------------------------------------
 
 
@@ -283,6 +365,25 @@ def test_prompt_logprobs_come_in_chunks(byte_tokenizer, kind) -> None:
     assert len(with_them) == (2 if kind is OutputKind.CUMULATIVE else 1)
     assert with_them[0][0] is None
     assert [list(position) for position in with_them[0][1:]] == [[98, 5], [99, 5], [100, 5]]
+
+
+def test_prompt_logprobs_when_the_sample_that_brought_them_is_aborted(engine) -> None:
+    """Another one then runs the prompt from its start."""
+    engine.add(prompt=[97, 98, 99], prompt_logprobs=0, n=2)
+    entries = [TokenLogprobs(i, -float(i), 1, ()) for i in (98, 99)]
+    engine.step(update(prompt=entries[:1]))
+    engine.outputs.abort_sample("r", 0, 1.0)
+    engine.step(update(prompt=entries[:1], sample=1))
+    [output] = engine.step(update([1], prompt=entries[1:], sample=1))
+    assert [list(position) for position in output.prompt_logprobs[1:]] == [[98], [99]]
+
+
+def test_cached_tokens_are_said(engine) -> None:
+    usage = RequestKVUsage(cached_tokens=7)
+    engine.stats = lambda request_id: (RequestMetrics(), usage)
+    engine.add()
+    [output] = engine.step(update([104]))
+    assert output.num_cached_tokens == 7
 
 
 def test_times_without_stats(engine) -> None:

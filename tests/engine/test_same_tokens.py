@@ -62,7 +62,7 @@ def run(model: Path, prompts: list[list[int]], **options: Any) -> tuple[list[lis
     with LLM(str(model), **{**BASE, **options}) as llm:
         outputs = llm.generate([*prompts], GREEDY, use_tqdm=False)
         report = llm.memory_report()
-        assert report.ledger.free == report.ledger.num_slots
+        assert report.ledger.num_physical_blocks == 0
         return [o.outputs[0].token_ids for o in outputs], report.num_preemptions
 
 
@@ -124,6 +124,32 @@ def test_constant_preemption(
     )
     assert num_preemptions >= 20
     assert tokens == expected
+
+
+def test_swapping(
+    default_model_path: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    tokens, num_preemptions = run(
+        default_model_path, prompts, block_size=8, num_gpu_blocks_override=40, max_model_len=320,
+        preemption_mode="swap", enable_prefix_caching=False,
+    )  # fmt: skip
+    assert num_preemptions >= 20
+    assert tokens == expected
+
+
+def test_prefix_hits(
+    default_model_path: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    """Whole blocks, beginnings of blocks, the whole prompt, and what was generated."""
+    with LLM(str(default_model_path), **BASE) as llm:
+        llm.generate([*prompts], GREEDY, use_tqdm=False)
+        again = llm.generate([*prompts], GREEDY, use_tqdm=False)
+        assert [o.outputs[0].token_ids for o in again] == expected
+        assert all(o.num_cached_tokens == len(o.prompt_token_ids) - 1 for o in again)
+        longer = [p + t[:40] for p, t in zip(prompts, expected, strict=True)]
+        continued = llm.generate(longer, GREEDY, use_tqdm=False)
+        assert [o.outputs[0].token_ids[:24] for o in continued] == [t[40:] for t in expected]
+        assert sum(o.num_cached_tokens for o in continued) >= sum(map(len, longer)) - len(longer)
 
 
 @pytest.mark.skipif(not gemm.is_available(), reason="needs the packed bf16 kernel")

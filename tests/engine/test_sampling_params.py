@@ -72,6 +72,14 @@ def kinds(output: RequestOutput) -> int:
     return len(set(output.outputs[0].token_ids))
 
 
+def scores(output: RequestOutput) -> list[float | None]:
+    """Of each completion; 0 where each of its tokens was as likely as any."""
+    return [
+        None if sample.score is None else round(sample.score - UNIFORM, 4)
+        for sample in output.outputs
+    ]
+
+
 def shape_of_logprobs(output: RequestOutput) -> Any:
     logprobs = output.outputs[0].logprobs
     return (
@@ -111,6 +119,7 @@ ONE_IN_TWO = {"logit_bias": bias(A=6), "temperature": 1.0, "max_tokens": 30, "se
 
 CASES: dict[str, Case] = {
     "n": Case(3, lambda o: len(o.outputs), 1, 3),
+    "best_of": Case(3, scores, [None], [0.0]),
     "presence_penalty": Case(1.0, letters, "AAAA", "ABAA", AB),
     "frequency_penalty": Case(1.0, letters, "AAAA", "ABAB", AB),
     "repetition_penalty": Case(2.0, letters, "AAAA", "BAAA", AB),

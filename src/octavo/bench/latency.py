@@ -33,6 +33,8 @@ class LatencyResult:
     e2e_s: Percentiles | None
     decode_tokens_per_s: float
     """Of the whole batch while it decodes: from the mean time per output token."""
+    prefix_caching: bool
+    """Whether the prefix cache was on; the runs have nothing in common that it could find."""
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain values."""
@@ -52,6 +54,7 @@ class LatencyResult:
                 times_table(times),
                 "",
                 f"{'decode tokens/s':24}{self.decode_tokens_per_s:>10,.1f}",
+                f"{'prefix cache':24}{'on' if self.prefix_caching else 'off':>10}",
             )
         )
 
@@ -86,6 +89,7 @@ def run_latency(
         itl_s=Percentiles.of(itl),
         e2e_s=Percentiles.of(e2e),
         decode_tokens_per_s=batch_size * len(tpot) / sum(tpot) if tpot else 0.0,
+        prefix_caching=llm.config.enable_prefix_caching,
     )
 
 

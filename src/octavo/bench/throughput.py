@@ -37,6 +37,10 @@ class ThroughputResult:
     peak_seqs: int
     """Most sequences in one step."""
     num_preemptions: int
+    prefix_caching: bool
+    """Whether the prefix cache was on."""
+    num_cached_tokens: int
+    """Prompt tokens that were found in it."""
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -79,8 +83,14 @@ class ThroughputResult:
                 f"{'peak blocks':24}{self.peak_blocks:>10,}  of {self.num_blocks:,}",
                 f"{'most sequences a step':24}{self.peak_seqs:>10,}",
                 f"{'preemptions':24}{self.num_preemptions:>10,}",
+                f"{'prefix cache':24}{self._prefix_cache()}",
             )
         )
+
+    def _prefix_cache(self) -> str:
+        if not self.prefix_caching:
+            return f"{'off':>10}"
+        return f"{self.num_cached_tokens:>10,}  prompt tokens found in it"
 
 
 def run_throughput(
@@ -92,7 +102,8 @@ def run_throughput(
     """
     prompts = [sample.prompt_token_ids for sample in workload.samples]
     exact = [_exactly(params, sample.output_len) for sample in workload.samples]
-    warm_up = prompts[:2]
+    # backwards, so that the prefix cache does not know them when they are measured
+    warm_up = [prompt[::-1] for prompt in prompts[:2]]
     llm.generate(warm_up, [_exactly(params, _WARM_UP_TOKENS)] * len(warm_up), use_tqdm=False)
     before = llm.memory_report().num_preemptions
     start = time.perf_counter()
@@ -113,6 +124,8 @@ def run_throughput(
         num_blocks=report.ledger.num_blocks,
         peak_seqs=report.history.peak_seqs,
         num_preemptions=report.num_preemptions - before,
+        prefix_caching=llm.config.enable_prefix_caching,
+        num_cached_tokens=sum(output.num_cached_tokens for output in outputs),
     )
 
 

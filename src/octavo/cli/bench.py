@@ -1,4 +1,4 @@
-"""`octavo bench throughput | latency`."""
+"""`octavo bench throughput | latency | preemption`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from octavo.cli.flags import EngineFlags, flags, parse
-from octavo.cli.start import start_engine
+from octavo.cli.start import note, start_engine
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError, InvalidRequestError
 from octavo.request import SamplingParams
 
@@ -38,6 +39,8 @@ class Throughput:
     """Mean output length of random requests."""
     random_range_ratio: float = 0.5
     """Random lengths are up to this share shorter or longer than the mean."""
+    n: int = 1
+    """Completions of each prompt; more than one need a temperature above 0 to differ."""
     temperature: float = 0.0
     """Logits are divided by it; 0 is greedy."""
     disable_detokenize: bool = False
@@ -78,13 +81,37 @@ class Latency:
     engine: EngineFlags
 
 
+@flags
+@dataclass(frozen=True, kw_only=True)
+class Preemption:
+    """Tell what it costs to preempt a sequence and bring it back, by computing it again and by
+    copying it, for each block size; and how long three workloads take in a pool that is too small
+    for them under each --preemption-mode. Engines are started for it, up to three at a time.
+    """
+
+    num_tokens: int = 256
+    """Length of the sequence."""
+    block_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    """Block sizes to measure it at."""
+    num_iters: int = 10
+    """How often to measure each."""
+    pool_tokens: int = 1024
+    """Tokens that the pool of the workloads holds."""
+    num_rounds: int = 3
+    """How often to run the workloads; 0 leaves them out."""
+    json: bool = False
+    """End with one line of JSON."""
+    engine: EngineFlags
+
+
 class _Result(Protocol):
     def as_dict(self) -> dict[str, object]: ...
 
 
 def main(prog: str, argv: Sequence[str]) -> int:
     """Run the command that `prog` ends with."""
-    command = {"throughput": _throughput, "latency": _latency}[prog.split()[-1]]
+    commands = {"throughput": _throughput, "latency": _latency, "preemption": _preemption}
+    command = commands[prog.split()[-1]]
     command(prog, argv)
     return 0
 
@@ -157,9 +184,50 @@ def _latency(prog: str, argv: Sequence[str]) -> None:
         _print(args, llm, result)
 
 
+def _preemption(prog: str, argv: Sequence[str]) -> None:
+    args = parse(Preemption, prog, argv)
+    config, default = args.engine.config(), EngineConfig()
+    for name, why in (
+        ("preemption_mode", "all modes are measured"),
+        ("kv_cache_memory_bytes", "--pool-tokens sizes the pool"),
+        ("num_gpu_blocks_override", "--pool-tokens sizes the pool"),
+        ("max_model_len", "the workloads decide it"),
+        ("kv_disk_dir", "what is measured is the pool and host memory"),
+    ):
+        if getattr(config, name) != getattr(default, name):
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect here, {why}: drop it")
+    if config.swap_space == 0:
+        raise ConfigError("--swap-space 0 leaves nothing to compare with: drop it")
+    from octavo.bench.preemption import PreemptionResult, check, measure_mixes, three_mixes
+    from octavo.bench.restore import measure_costs
+
+    mixes = three_mixes(args.pool_tokens)
+    check(args.num_rounds)
+    costs = measure_costs(
+        config,
+        start_engine,
+        num_tokens=args.num_tokens,
+        block_sizes=args.block_sizes,
+        num_iters=args.num_iters,
+    )
+    found = measure_mixes(
+        config,
+        start_engine,
+        mixes,
+        pool_tokens=args.pool_tokens,
+        num_rounds=args.num_rounds,
+        tell=note,
+    )
+    result = PreemptionResult(args.num_tokens, args.pool_tokens, config.block_size, costs, found)
+    print(result)
+    if args.json:
+        print(json.dumps({"model": config.model, "dtype": config.dtype} | result.as_dict()))
+
+
 def _params(args: Throughput | Latency) -> SamplingParams:
     detokenize = not (args.disable_detokenize or args.engine.skip_tokenizer_init)
-    return SamplingParams(temperature=args.temperature, detokenize=detokenize)
+    n = args.n if isinstance(args, Throughput) else 1
+    return SamplingParams(n=n, temperature=args.temperature, detokenize=detokenize)
 
 
 def _limits(llm: LLM) -> dict[str, int]:
@@ -177,6 +245,6 @@ def _print(args: Throughput | Latency, llm: LLM, result: _Result) -> None:
     if args.memory:
         print(f"\n{llm.memory_report()}")
     if args.json:
-        config = llm.config
-        engine = {"model": config.model, "dtype": config.dtype, "block_size": config.block_size}
+        names = ("model", "dtype", "block_size", "enable_prefix_caching")
+        engine = {name: getattr(llm.config, name) for name in names}
         print(json.dumps(engine | result.as_dict()))

@@ -1,15 +1,16 @@
 """`--show-blocks`: each sequence's block table, drawn as it grows.
 
 A sequence sees contiguous logical blocks 0, 1, 2, ...; its table maps each to a physical block
-anywhere in the pool. On a terminal the tables are redrawn in place; elsewhere each new mapping is
-a line. A sequence that ends gives its blocks back within its last step: shown then is the table as
-it was last seen, and a block taken in that very step has no number.
+anywhere in the pool. Tables of different sequences may map to the same physical block: then it is
+said who shares it, and a table that gets its own copy says of which block. On a terminal the tables
+are redrawn in place; elsewhere each new mapping is a line. A sequence that ends gives its blocks
+back within its last step: shown then is the table as it was last seen, and a block taken in that
+very step has no number.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TextIO
@@ -28,8 +29,10 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _CELL = 6
 _TEXT_LINES = 5
 _UNSEEN = -1
-_ROW_LINES = 3
-"""logical, physical, filled"""
+_ROW_LINES = 4
+"""logical, physical, tables, filled"""
+_MAX_NAMES = 4
+"""Sequences that are named where a block is shared by more."""
 
 
 @dataclass
@@ -37,18 +40,19 @@ class _Sequence:
     """What is known of one sequence."""
 
     name: str
-    num_tokens: int = 0
-    """Tokens whose KV is in the pool."""
+    num_tokens: int | None = None
+    """Tokens whose KV is in the pool; None: not known (of a beam until the end)."""
     blocks: list[int] = field(default_factory=list)
     """As last seen; `_UNSEEN` for what the last step took."""
-    num_old: int = 0
-    """Leading blocks that it had before the last change."""
+    changed: frozenset[int] = frozenset()
+    """Logical blocks that the last change mapped."""
     finished: bool = False
     text: str = ""
 
 
 class BlockView:
-    """Shows block tables on stderr. A context manager; call `update` after each step.
+    """Shows block tables on stderr. A context manager; call `look` after each step, and `update`
+    with each output.
 
     block_size: slots in a block. with_text: show the answer above the tables too, for when
     stdout is the same terminal and must stay quiet until the end.
@@ -61,6 +65,8 @@ class BlockView:
         self._console = Console(file=self._stream)
         self._live: Live | None = None
         self._sequences: dict[tuple[str, int], _Sequence] = {}
+        self._seen: frozenset[int] = frozenset()
+        """Blocks in the tables of the last step."""
 
     def __enter__(self) -> BlockView:
         if self._console.is_terminal:
@@ -79,9 +85,32 @@ class BlockView:
         if self._live is not None:
             self._live.stop()
 
-    def update(self, output: RequestOutput, tables: BlockTables) -> None:
-        """Take in what a step gave one request, and the tables after it."""
-        held = tables.get(output.request_id, [])
+    def look(self, tables: BlockTables) -> None:
+        """Take in the tables after a step."""
+        names = {
+            (request_id, index): f"{request_id}.{index}" if len(of_request) > 1 else request_id
+            for request_id, of_request in tables.items()
+            for index in range(len(of_request))
+        }
+        owners: dict[int, list[str]] = {}
+        for key, name in names.items():
+            for block in tables[key[0]][key[1]]:
+                owners.setdefault(block, []).append(name)
+        for key, name in names.items():
+            blocks = list(tables[key[0]][key[1]])
+            sequence = self._sequences.setdefault(key, _Sequence(name))
+            if blocks and not sequence.finished and blocks != sequence.blocks:
+                self._change(sequence, blocks, owners)
+        self._seen = frozenset(owners)
+
+    def update(self, output: RequestOutput) -> None:
+        """Take in what a step gave one request."""
+        of_request = [s for key, s in self._sequences.items() if key[0] == output.request_id]
+        if any(sample.score is not None for sample in output.outputs):
+            # Ranked: an output's index is its rank, and does not say which sequence it was.
+            for sequence in of_request:
+                self._end(sequence)
+            return
         for sample in output.outputs:
             key = (output.request_id, sample.index)
             name = output.request_id + (f".{sample.index}" if len(output.outputs) > 1 else "")
@@ -89,47 +118,56 @@ class BlockView:
             if sequence.finished:
                 continue
             sequence.text = sample.text
-            blocks = held[sample.index] if sample.index < len(held) else []
             if sample.token_ids:
                 # The token sampled last is computed, and so takes its slot, in the next step.
                 sequence.num_tokens = len(output.prompt_token_ids) + len(sample.token_ids) - 1
             if sample.finish_reason is not None:
                 self._end(sequence)
-            elif blocks and blocks != sequence.blocks:
-                self._grow(sequence, list(blocks))
 
     def _end(self, sequence: _Sequence) -> None:
         """Its blocks were free again before anybody could look: how many there were is known."""
         sequence.finished = True
-        num_blocks = cdiv(sequence.num_tokens, self._block_size)
+        num_blocks = len(sequence.blocks)
+        held = f"{num_blocks} blocks"
+        if sequence.num_tokens is not None:
+            num_blocks = cdiv(sequence.num_tokens, self._block_size)
+            held = f"{sequence.num_tokens} tokens in {num_blocks} blocks"
         unseen = [_UNSEEN] * (num_blocks - len(sequence.blocks))
         if unseen:
-            self._grow(sequence, sequence.blocks + unseen)
+            self._change(sequence, sequence.blocks + unseen, {})
         if self._live is None:
             print(
-                f"request {sequence.name}: ended with {sequence.num_tokens} tokens in "
-                f"{num_blocks} blocks, all released",
+                f"request {sequence.name}: ended with {held}, all released",
                 file=self._stream,
             )
 
-    def _grow(self, sequence: _Sequence, blocks: list[int]) -> None:
+    def _change(self, sequence: _Sequence, blocks: list[int], owners: dict[int, list[str]]) -> None:
         old = sequence.blocks
-        sequence.num_old = len(old) if blocks[: len(old)] == old else 0
-        sequence.blocks = blocks
-        if self._live is None:
-            for logical in range(sequence.num_old, len(blocks)):
-                where = f"physical block {blocks[logical]}"
-                if blocks[logical] == _UNSEEN:
-                    where = "taken and released in the last step"
-                print(
-                    f"request {sequence.name}: logical block {logical} -> {where}",
-                    file=self._stream,
-                )
+        changed = [i for i, block in enumerate(blocks) if i >= len(old) or block != old[i]]
+        replaced = [i for i in changed if i < len(old)]
+        # A new block in place of one is a copy-on-write. A known one: beams changed their order;
+        # many: the sequence was preempted and came back.
+        if len(replaced) > 1 or any(blocks[i] in self._seen for i in replaced):
+            replaced = []
+        sequence.blocks, sequence.changed = blocks, frozenset(changed)
+        if self._live is not None:
+            return
+        for logical in changed:
+            where = f"physical block {blocks[logical]}"
+            if blocks[logical] == _UNSEEN:
+                where = "taken and released in the last step"
+            others = [name for name in owners.get(blocks[logical], ()) if name != sequence.name]
+            if others:
+                where += f", shared with {_named(others)}"
+            elif logical in replaced:
+                where += f", a copy of {old[logical]}"
+            print(f"request {sequence.name}: logical block {logical} -> {where}", file=self._stream)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        owners = Counter(
-            block for s in self._sequences.values() if not s.finished for block in s.blocks
-        )
+        owners: dict[int, list[str]] = {}
+        for sequence in self._sequences.values():
+            for block in () if sequence.finished else sequence.blocks:
+                owners.setdefault(block, []).append(sequence.name)
         running = [s for s in self._sequences.values() if not s.finished]
         shown = running or list(self._sequences.values())
         parts: list[RenderableType] = []
@@ -143,36 +181,61 @@ class BlockView:
             parts.append(Text(f"and {len(shown) - most} more sequences", style="dim"))
         yield Group(*parts)
 
-    def _draw(self, sequence: _Sequence, owners: Counter[int], width: int, num_rows: int) -> Text:
-        """A title, and the last blocks in at most `num_rows` rows of three lines each."""
+    def _draw(
+        self, sequence: _Sequence, owners: dict[int, list[str]], width: int, num_rows: int
+    ) -> Text:
+        """A title, and the last blocks in at most `num_rows` rows of four lines each."""
         blocks = sequence.blocks
         per_row = max(1, (width - 10) // _CELL)
         first = max(0, len(blocks) - per_row * num_rows)
         drawing = Text().append(f"request {sequence.name}", style="bold")
         state = "ended, all released" if sequence.finished else "running"
+        tokens = "" if sequence.num_tokens is None else f"{sequence.num_tokens} tokens in "
         drawing.append(
-            f"  {sequence.num_tokens} tokens in {len(blocks)} blocks of {self._block_size}, {state}"
+            f"  {tokens}{len(blocks)} blocks of {self._block_size}, {state}"
             + (f" (from block {first})" if first else "")
         )
+        shared = [block for block in blocks if len(owners.get(block, ())) > 1]
+        if shared:
+            others = {name: None for block in shared for name in owners[block]}
+            others.pop(sequence.name, None)
+            title = f"; {len(shared)} shared with {_named(list(others))}"
+            drawing.append(title, style="yellow")
         for start in range(first, len(blocks), per_row):
             self._draw_row(drawing, sequence, owners, range(start, start + per_row))
         return drawing.append("\n")
 
     def _draw_row(
-        self, drawing: Text, sequence: _Sequence, owners: Counter[int], indices: range
+        self, drawing: Text, sequence: _Sequence, owners: dict[int, list[str]], indices: range
     ) -> None:
+        """Logical numbers, physical ones, how many tables map there (if more than one), filling."""
         blocks, size = sequence.blocks, self._block_size
         logical, physical, filled = Text("\nlogical  "), Text("\nphysical "), Text("\nfilled   ")
+        tables = Text("\ntables   ")
+        is_shared = False
         for index in indices[: len(blocks) - indices.start]:
-            style = "bold green" if index >= sequence.num_old else "cyan"
-            style = "bold yellow" if owners[blocks[index]] > 1 else style
-            used = min(size, max(0, sequence.num_tokens - index * size))
+            num_tables = len(owners.get(blocks[index], ()))
+            style = "bold green" if index in sequence.changed else "cyan"
+            style = "bold yellow" if num_tables > 1 else style
             logical.append(f"{index:>{_CELL - 1}} ", style="dim")
             number = "?" if blocks[index] == _UNSEEN else str(blocks[index])
             physical.append(f"{number:>{_CELL - 1}} ", style=style)
-            filled.append(f" {_bar(used / size, _CELL - 2)} ", style="blue")
-        for line in (logical, physical, filled):
+            count = f"x{num_tables}" if num_tables > 1 else ""
+            tables.append(f"{count:>{_CELL - 1}} ", style="yellow")
+            is_shared |= num_tables > 1
+            if sequence.num_tokens is not None:
+                used = min(size, max(0, sequence.num_tokens - index * size))
+                filled.append(f" {_bar(used / size, _CELL - 2)} ", style="blue")
+        for line in (logical, physical, *([tables] if is_shared else [])):
             drawing.append_text(line)
+        if sequence.num_tokens is not None:
+            drawing.append_text(filled)
+
+
+def _named(names: list[str]) -> str:
+    """`0.1, 0.2 and 3 more`."""
+    more = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _bar(share: float, width: int) -> str:

@@ -119,7 +119,7 @@ class Conversation:
                 printed = sample.text
                 if interrupted():
                     # Between steps, so that the engine is never torn in the middle of one.
-                    stream.close()  # type: ignore[attr-defined]
+                    stream.close()
                     note("\n(stopped)", end="")
                     break
                 if sample.finish_reason == "length":

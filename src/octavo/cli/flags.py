@@ -12,12 +12,13 @@ import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
 
 from octavo.config import EngineConfig
-from octavo.request import SamplingParams
+from octavo.errors import ConfigError, InvalidRequestError
+from octavo.request import BeamSearchParams, SamplingParams
 
 T = TypeVar("T")
 
@@ -38,6 +39,14 @@ def parse_bytes(text: str) -> int:
     return int(float(match.group(1)) * scale)
 
 
+def bytes_text(num_bytes: int) -> str:
+    """What `parse_bytes` reads back: `4GiB` where that is exact, else the number."""
+    for unit, scale in reversed(_BINARY_UNITS.items()):
+        if num_bytes and num_bytes % scale == 0:
+            return f"{num_bytes // scale}{unit[0].upper()}iB"
+    return str(num_bytes)
+
+
 class AtMost(int):
     """A default that gives way where there is less room; a number that was asked for is refused."""
 
@@ -53,7 +62,7 @@ Bytes = Annotated[
         metavar="BYTES",
         instance_from_str=lambda args: parse_bytes(args[0]),
         is_instance=lambda value: value is None or isinstance(value, int),
-        str_from_instance=lambda value: [str(value)],
+        str_from_instance=lambda value: ["none" if value is None else bytes_text(value)],
     ),
 ]
 """A number of bytes, with or without a unit."""
@@ -123,6 +132,9 @@ class EngineFlags(EngineConfig):
     """Size of the KV pool, such as 512M or 2GiB; by default half of what is free after the
     weights, and never more than max_num_seqs sequences of max_model_len can use."""
 
+    kv_disk_bytes: Bytes = 4 * 2**30  # type: ignore[assignment]
+    """Most bytes kept in kv_disk_dir."""
+
     def __post_init__(self) -> None:
         """Nothing: values are checked by `config()`, where an error reads as everywhere else."""
 
@@ -159,6 +171,7 @@ class ChatSamplingFlags(SamplingFlags):
     """How tokens are chosen, and when to stop. By default with a little chance."""
 
     n: Hidden[int] = 1
+    best_of: Hidden[int | None] = None
     logprobs: Hidden[int | None] = None
     prompt_logprobs: Hidden[int | None] = None
     detokenize: Hidden[bool] = True
@@ -166,6 +179,73 @@ class ChatSamplingFlags(SamplingFlags):
     """Logits are divided by it; 0 is greedy: the same answer every time."""
     top_p: float = 0.9
     """Sample from the smallest set of tokens whose probability reaches this; above 0, at most 1."""
+
+
+@flags
+@dataclass(frozen=True, kw_only=True)
+class BeamFlags:
+    """Beam search instead of sampling: the most probable answers, found side by side."""
+
+    beam_width: int | None = None
+    """Decode by beam search with this many beams; all are printed, best first. Of the sampling
+    flags --max-tokens, --temperature, --ignore-eos and --include-stop-str-in-output apply."""
+    length_penalty: float = 1.0
+    """A beam's score is its sum of logprobs divided by its length to this power."""
+    early_stopping: Literal["false", "true", "never"] = "false"
+    """true: stop once as many beams as --beam-width have finished; false: when no better one is
+    likely; never: when no better one is possible."""
+
+    def values(self) -> dict[str, Any]:
+        """The fields of `BeamSearchParams` that are said here."""
+        stop = {"false": False, "true": True}.get(self.early_stopping, self.early_stopping)
+        values = {"length_penalty": self.length_penalty, "early_stopping": stop}
+        return values if self.beam_width is None else values | {"beam_width": self.beam_width}
+
+
+_OF_BOTH = {f.name for f in dataclasses.fields(SamplingParams)} & {
+    f.name for f in dataclasses.fields(BeamSearchParams)
+}
+
+
+def make_params(
+    sampling: SamplingFlags, beams: BeamFlags, **changes: Any
+) -> SamplingParams | BeamSearchParams:
+    """The checked parameters, some changed: of beam search where there is a width.
+
+    Raises `ConfigError` for flags of the one that do nothing to the other, `InvalidRequestError`
+    for values and for changes that do.
+    """
+    if beams.beam_width is None and "beam_width" not in changes:
+        return sampling.params(**changes)
+    known = {field.name for field in dataclasses.fields(BeamSearchParams)}
+    for name in changes:
+        if name not in known:
+            raise InvalidRequestError(
+                f"{name!r} is no parameter of beam search; known are: {', '.join(sorted(known))}",
+                parameter=name,
+            )
+    values = {name: getattr(sampling, name) for name in _OF_BOTH} | beams.values() | changes
+    if values["max_tokens"] is None:
+        raise InvalidRequestError(
+            "beam search needs a limit: set --max-tokens to a number", parameter="max_tokens"
+        )
+    return BeamSearchParams(**values)
+
+
+def check_beams(sampling: SamplingFlags, beams: BeamFlags) -> None:
+    """Refuse flags that would have no effect."""
+    if beams.beam_width is None:
+        for field in dataclasses.fields(beams):
+            if getattr(beams, field.name) != field.default:
+                raise ConfigError(f"{_flag(field.name)} is for beam search: add --beam-width")
+        return
+    for field in dataclasses.fields(SamplingFlags):
+        if field.name not in _OF_BOTH and getattr(sampling, field.name) != field.default:
+            raise ConfigError(f"{_flag(field.name)} does nothing to beam search: drop it")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _as_dict(flags: Any, kind: type) -> dict[str, Any]:

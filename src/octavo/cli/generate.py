@@ -8,14 +8,23 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from octavo.cli.flags import EngineFlags, SamplingFlags, flags, parse
+from octavo.cli.flags import (
+    BeamFlags,
+    EngineFlags,
+    SamplingFlags,
+    check_beams,
+    flags,
+    make_params,
+    parse,
+)
 from octavo.cli.jobs import (
     InputFormat,
     Job,
@@ -58,9 +67,9 @@ class Generate:
     """Read prompts from a file, besides those given as arguments."""
     input_format: InputFormat = "auto"
     """What is in the file or stdin: one prompt (text), a prompt a line (lines), or JSONL with
-    "prompt" (continued as it stands), "prompt_token_ids" or "messages" in each line, "id" and
-    sampling parameters (with underscores) if wanted; auto: jsonl for a name that ends so, else
-    text."""
+    "prompt" (continued as it stands), "prompt_token_ids" or "messages" in each line, "id",
+    "priority", "cache_salt" and parameters of sampling or beam search (with underscores) if
+    wanted; auto: jsonl for a name that ends so, else text."""
     jsonl: bool = False
     """Write one JSON object a request, in the order of the input: its id, and all that is known
     of it (texts, token ids, logprobs, finish reasons, times, KV blocks). stdin is then JSONL too
@@ -73,13 +82,18 @@ class Generate:
     """Draw each sequence's block table, logical to physical, as it grows."""
     memory: bool = False
     """Print the memory report at the end: where every byte of the KV pool went."""
+    events: bool = False
+    """Print at the end what happened for lack of memory: who was preempted, had to wait or was
+    refused, why, and until when."""
     sampling: SamplingFlags
+    beams: BeamFlags
     engine: EngineFlags
 
 
 def main(prog: str, argv: Sequence[str]) -> int:
     """Run the command; 1 if some requests were refused and the others answered, 2 if all were."""
     args = parse(Generate, prog, argv)
+    check_beams(args.sampling, args.beams)
     jobs = _jobs(args)
     _check(args, jobs)
     config = args.engine.config()
@@ -90,13 +104,17 @@ def main(prog: str, argv: Sequence[str]) -> int:
         if args.memory:
             sys.stdout.flush()
             print(f"\n{llm.memory_report()}", file=sys.stderr)
+        if args.events:
+            sys.stdout.flush()
+            lines = [str(event) for event in llm.events()]
+            print("\n".join(["", *(lines or ["no events"])]), file=sys.stderr)
     return 0 if not num_errors else 2 if num_errors == len(jobs) else 1
 
 
 def _jobs(args: Generate) -> list[Job]:
     """Everything that is asked. Raises `InvalidRequestError` when that is nothing."""
-    make_params = args.sampling.params
-    jobs = [Job(i, make_params(), prompt=text) for i, text in enumerate(args.prompts)]
+    params = partial(make_params, args.sampling, args.beams)
+    jobs = [Job(i, params(), prompt=text) for i, text in enumerate(args.prompts)]
     if not all(isinstance(job.prompt, str) and job.prompt.strip() for job in jobs):
         raise InvalidRequestError("a prompt is empty: give it some text", parameter="prompt")
     text = read_file(args.file) if args.file else None if jobs else read_stdin()
@@ -107,10 +125,10 @@ def _jobs(args: Generate) -> list[Job]:
             is_jsonl = args.file.suffix == ".jsonl" if args.file else args.jsonl
             kind = "jsonl" if is_jsonl else "text"
         if kind == "jsonl":
-            jobs += jsonl_jobs(text, source, make_params, first=len(jobs))
+            jobs += jsonl_jobs(text, source, params, first=len(jobs))
         else:
             for prompt in prompts_in(text, kind):
-                jobs.append(Job(len(jobs), make_params(), prompt=prompt))
+                jobs.append(Job(len(jobs), params(), prompt=prompt))
     if not jobs:
         raise InvalidRequestError(_MISSING_PROMPT, parameter="prompt")
     return jobs
@@ -160,7 +178,7 @@ def _print_text(args: Generate, llm: LLM, jobs: list[Job]) -> int:
     start = time.perf_counter()
     num_tokens, first_s = 0, math.nan
     with _block_view(args, llm, with_text=hold_back) as view:
-        for job, result in _watched(run_jobs(llm, jobs), llm, view):
+        for job, result in _watched(run_jobs(llm, jobs), view):
             if math.isnan(first_s):
                 first_s = time.perf_counter() - start
             if isinstance(result, RequestOutput) and result.finished:
@@ -179,7 +197,7 @@ def _print_jsonl(args: Generate, llm: LLM, jobs: list[Job]) -> int:
     done: dict[int, dict[str, Any]] = {}
     next_index = num_errors = 0
     with _block_view(args, llm, with_text=False) as view:
-        for job, result in _watched(run_jobs(llm, jobs), llm, view):
+        for job, result in _watched(run_jobs(llm, jobs), view):
             if isinstance(result, RequestOutput) and not result.finished:
                 continue
             done[job.index] = _as_json(job, result)
@@ -209,21 +227,27 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list) else value
 
 
-def _block_view(
-    args: Generate, llm: LLM, *, with_text: bool
-) -> AbstractContextManager[BlockView | None]:
+@contextmanager
+def _block_view(args: Generate, llm: LLM, *, with_text: bool) -> Iterator[BlockView | None]:
+    """The view of the block tables after every step, if it is wanted."""
     if not args.show_blocks:
-        return nullcontext()
+        yield None
+        return
     from octavo.cli.blocks import BlockView
 
-    return BlockView(llm.config.block_size, with_text=with_text)
+    with BlockView(llm.config.block_size, with_text=with_text) as view:
+        llm.after_step = lambda: view.look(llm.block_tables())
+        try:
+            yield view
+        finally:
+            llm.after_step = None
 
 
-def _watched(results: Results, llm: LLM, view: BlockView | None) -> Results:
-    """Pass results on, showing the block tables after each."""
+def _watched(results: Results, view: BlockView | None) -> Results:
+    """Pass results on, showing each in the view."""
     for job, result in results:
         if view is not None and isinstance(result, RequestOutput):
-            view.update(result, llm.block_tables())
+            view.update(result)
         yield job, result
 
 
@@ -262,6 +286,8 @@ class TextPrinter:
             return True
         while self._sample < len(result.outputs):
             sample = result.outputs[self._sample]
+            if not (self._num_printed or sample.score is None or len(result.outputs) == 1):
+                print(f"-- {self._sample + 1} of {len(result.outputs)}, score {sample.score:.3f}")
             sys.stdout.write(sample.text[self._num_printed :])
             self._num_printed = len(sample.text)
             if sample.finish_reason is None:
@@ -270,6 +296,6 @@ class TextPrinter:
             if sample.finish_reason == "length":
                 note("(cut off: --max-tokens, the context or the pool is used up)")
             self._sample, self._num_printed = self._sample + 1, 0
-            if self._sample < len(result.outputs):
+            if self._sample < len(result.outputs) and sample.score is None:
                 print(f"-- {self._sample + 1} of {len(result.outputs)}")
         return True

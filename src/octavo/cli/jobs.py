@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING, Any, Literal
 from octavo.cli.flags import AtMost
 from octavo.errors import InvalidRequestError, OctavoError, RequestCapacityError
 from octavo.outputs import RequestOutput
-from octavo.request import SamplingParams
+from octavo.request import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from octavo import LLM
+    from octavo.engine.driver import RequestStream
 
 InputFormat = Literal["auto", "text", "lines", "jsonl"]
 Prompt = str | list[int]
 Messages = list[dict[str, Any]]
-MakeParams = Callable[..., SamplingParams]
-"""Sampling parameters from the flags, with some changed by keyword."""
+Params = SamplingParams | BeamSearchParams
+MakeParams = Callable[..., Params]
+"""Parameters from the flags, with some changed by keyword."""
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 
@@ -34,7 +36,7 @@ class Job:
 
     index: int
     """Place in the input, from 0."""
-    params: SamplingParams
+    params: Params
     prompt: Prompt | None = None
     """Text or token ids to continue; None where there are messages."""
     messages: Messages | None = None
@@ -43,6 +45,8 @@ class Job:
     """The `id` of its JSONL line."""
     priority: int = 0
     """The `priority` of its JSONL line: smaller runs first under --scheduling-policy priority."""
+    cache_salt: str = ""
+    """The `cache_salt` of its JSONL line."""
     verbatim: bool = False
     """Whether the prompt is continued as it stands even where there is a chat template."""
 
@@ -86,7 +90,7 @@ def prompts_in(text: str, kind: Literal["text", "lines"]) -> list[str]:
 
 def jsonl_jobs(text: str, source: str, make_params: MakeParams, first: int = 0) -> list[Job]:
     """Jobs from JSONL: `{"prompt"|"prompt_token_ids"|"messages": ..., "id": ..., "priority":
-    ..., and sampling parameters}` a line, which override the flags.
+    ..., "cache_salt": ..., and parameters}` a line, which override the flags.
 
     Raises `InvalidRequestError` that names the line for anything that is not that.
     """
@@ -124,16 +128,16 @@ def _jsonl_job(line: str, index: int, make_params: MakeParams) -> Job:
         )
     asked = values.pop(given[0])
     label = values.pop("id", None)
-    priority = values.pop("priority", 0)
+    rest = {"priority": values.pop("priority", 0), "cache_salt": values.pop("cache_salt", "")}
     biases = values.get("logit_bias")
     if isinstance(biases, dict):
         values["logit_bias"] = {_token_id(key): bias for key, bias in biases.items()}
     params = make_params(**values)
     if given[0] == "messages":
         messages = _checked_messages(asked)
-        return Job(index, params, messages=messages, label=label, priority=priority)
+        return Job(index, params, messages=messages, label=label, **rest)
     prompt = _checked_prompt(given[0], asked)
-    return Job(index, params, prompt=prompt, label=label, priority=priority, verbatim=True)
+    return Job(index, params, prompt=prompt, label=label, verbatim=True, **rest)
 
 
 def _token_id(key: str) -> int | str:
@@ -193,18 +197,30 @@ def run_jobs(
             yield job, output
 
 
-def start(llm: LLM, job: Job) -> Iterator[RequestOutput]:
+def start(llm: LLM, job: Job) -> RequestStream:
     """The job's stream; a default `max_tokens` gives way to what context and pool have room for."""
-    try:
-        return _stream(llm, job, job.params)
-    except RequestCapacityError as error:
-        if error.parameter != "max_tokens" or not isinstance(job.params.max_tokens, AtMost):
-            raise
-        return _stream(llm, job, dataclasses.replace(job.params, max_tokens=None))
+    params = job.params
+    while True:
+        try:
+            return _stream(llm, job, params)
+        except RequestCapacityError as error:
+            if not isinstance(params.max_tokens, AtMost) or params.max_tokens == 1:
+                raise
+            if error.parameter != "max_tokens":
+                raise
+        if isinstance(params, SamplingParams):
+            params = dataclasses.replace(params, max_tokens=None)
+        else:  # beams need a number: how many fit depends on how much of the prompt they share
+            params = dataclasses.replace(params, max_tokens=AtMost(params.max_tokens // 2))
 
 
-def _stream(llm: LLM, job: Job, params: SamplingParams) -> Iterator[RequestOutput]:
+def _stream(llm: LLM, job: Job, params: Params) -> RequestStream:
+    at_end = isinstance(params, BeamSearchParams) or params.num_sequences > params.n
+    how: dict[str, Any] = {"priority": job.priority, "final_only": at_end}
     if job.messages is not None:
-        return llm.stream_chat(job.messages, params, priority=job.priority)
+        return llm.stream_chat(job.messages, params, cache_salt=job.cache_salt, **how)
     assert job.prompt is not None
-    return llm.stream(job.prompt, params, priority=job.priority)
+    if not job.cache_salt:
+        return llm.stream(job.prompt, params, **how)
+    name = "prompt" if isinstance(job.prompt, str) else "prompt_token_ids"
+    return llm.stream({name: job.prompt, "cache_salt": job.cache_salt}, params, **how)

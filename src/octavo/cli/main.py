@@ -35,6 +35,7 @@ COMMANDS = (
     Command("chat", "octavo.cli.chat", "talk with the model"),
     Command("bench throughput", "octavo.cli.bench", "tokens per second of a batch of requests"),
     Command("bench latency", "octavo.cli.bench", "how fast a few requests alone are answered"),
+    Command("bench preemption", "octavo.cli.bench", "recompute or swap: what each costs here"),
     Command("models pull", "octavo.cli.models", "fetch a model, so that it starts at once"),
     Command("models list", "octavo.cli.models", "models on this machine, with their sizes"),
     Command("models rm", "octavo.cli.models", "delete a fetched model"),

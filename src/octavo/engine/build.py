@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 
 from octavo.arch import ModelArch
 from octavo.attention.select import select_attention
 from octavo.config import DType, EngineConfig
+from octavo.engine.built import BuiltEngine
 from octavo.engine.core import EngineCore
 from octavo.engine.engine import Engine
-from octavo.engine.input import InputProcessor, Prompt
+from octavo.engine.input import InputProcessor
 from octavo.engine.output import OutputProcessor
-from octavo.engine.report import MemoryReport
-from octavo.errors import ConfigError, InvalidRequestError
+from octavo.engine.tiers import can_share_prefixes, check_disk_folder, open_disk
+from octavo.errors import ConfigError
 from octavo.kv import KVCacheManager
 from octavo.kv.sizing import KVShape, MemoryPlan, plan_memory
 from octavo.layers.workspace import Workspace, workspace_bytes
@@ -25,11 +21,12 @@ from octavo.models.decoder import Decoder
 from octavo.models.registry import build_model
 from octavo.ops.cpu import gemm
 from octavo.runner import memory
+from octavo.runner.disk_store import DiskStore
 from octavo.runner.kv_store import KVStore
 from octavo.runner.runner import Runner
 from octavo.sampling import sampling_bytes
 from octavo.sched import Scheduler
-from octavo.text.chat import chat_template as find_template
+from octavo.sched.costs import CostModel
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
 from octavo.util import cdiv
 from octavo.weights.load import load_weights, open_model
@@ -41,60 +38,11 @@ _PROMPT_LOGPROB_ROWS = 64
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@dataclass(slots=True)
-class BuiltEngine:
-    """An engine with everything that was decided for it."""
-
-    config: EngineConfig
-    """Resolved: nothing is left to be chosen."""
-    arch: ModelArch
-    engine: Engine
-    tokenizer: Tokenizer | None
-    plan: MemoryPlan
-
-    @property
-    def _core(self) -> EngineCore:
-        return self.engine.core
-
-    def memory_report(self) -> MemoryReport:
-        """Where every byte is now."""
-        scheduler = self._core.scheduler
-        return MemoryReport(
-            model=self.config.model,
-            dtype=self.config.dtype,
-            kv_policy=self.config.kv_policy,
-            plan=self.plan,
-            ledger=self._core.kv.ledger(),
-            history=self._core.history.summary(),
-            num_preemptions=scheduler.num_preemptions,
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            process_bytes=memory.process_bytes(),
-        )
-
-    def chat_prompt(
-        self, messages: Sequence[Any], *, chat_template: str | None, add_generation_prompt: bool
-    ) -> Prompt:
-        """A conversation as token ids, through the model's template or the given one."""
-        if self.tokenizer is None:
-            raise InvalidRequestError(
-                "chat needs a tokenizer, and skip_tokenizer_init left it out", parameter="messages"
-            )
-        template = find_template(self.tokenizer, chat_template)
-        text = template.render(messages, add_generation_prompt=add_generation_prompt)
-        # The template writes the special tokens itself; adding them again would double them.
-        return self.tokenizer.encode(text, add_special_tokens=False)
-
-    def close(self) -> None:
-        """End every request and let go of weights and pool; memory returns to the system."""
-        self._core.close()
-        gc.collect()
-
-
 def build_engine(config: EngineConfig, progress: Progress | None = None) -> BuiltEngine:
     """Locate, load, size and join. Raises `ConfigError`, `ModelError` or `CapacityError`."""
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+    check_disk_folder(config)
     available = memory.available_bytes()
     files = locate(config.model, config.revision, config.load_format, progress)
     model = _load(files, config, progress)
@@ -113,9 +61,17 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
         max_num_seqs=min(config.max_num_seqs, plan.num_blocks),
         kv_cache_memory_bytes=plan.kv_bytes,
         num_gpu_blocks_override=plan.num_blocks,
+        enable_prefix_caching=can_share_prefixes(config, model),
+        swap_space=plan.host_bytes / 2**30,
         num_threads=torch.get_num_threads(),
     )
-    core = _core(resolved, plan, model, workspace)
+    disk = open_disk(config, files, model, plan.bytes_per_block)
+    try:
+        core = _core(resolved, plan, model, workspace, disk)
+    except BaseException:
+        if disk is not None:
+            disk.close()
+        raise
     inputs = InputProcessor(
         tokenizer,
         vocab_size=model.arch.vocab_size,
@@ -204,18 +160,41 @@ def _plan_memory(config: EngineConfig, model: Decoder, available: int) -> Memory
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         num_blocks=config.num_gpu_blocks_override,
         require_max_model_len=config.max_model_len is not None,
+        swap_space=config.swap_space,
+        need_host=_needs_host(config),
     )
 
 
+def _needs_host(config: EngineConfig) -> str | None:
+    """The flag that asks for a host tier."""
+    if config.kv_disk_dir is not None:
+        return "--kv-disk-dir"
+    return "--preemption-mode swap" if config.preemption_mode == "swap" else None
+
+
 def _core(
-    config: EngineConfig, plan: MemoryPlan, model: Decoder, workspace: Workspace
+    config: EngineConfig,
+    plan: MemoryPlan,
+    model: Decoder,
+    workspace: Workspace,
+    disk: DiskStore | None,
 ) -> EngineCore:
     arch, block_size = model.arch, config.block_size
-    kv = KVCacheManager(plan.num_blocks, block_size, bytes_per_block=plan.bytes_per_block)
+    most = plan.num_blocks + max(0, plan.left_bytes // plan.bytes_per_block)
     store = KVStore(
         plan.num_blocks, arch.num_layers, arch.num_kv_heads, block_size, arch.head_dim,
         model.dtype, model.device,
+        max_blocks=most, num_host_blocks=plan.num_host_blocks, disk=disk,
     )  # fmt: skip
+    kv = KVCacheManager(
+        plan.num_blocks,
+        block_size,
+        bytes_per_block=plan.bytes_per_block,
+        enable_prefix_caching=config.enable_prefix_caching,
+        num_host_blocks=plan.num_host_blocks,
+        disk=disk,
+        max_disk_blocks=0 if disk is None else config.kv_disk_bytes // plan.bytes_per_block,
+    )
     runner = Runner(
         model,
         store,
@@ -230,5 +209,14 @@ def _core(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=plan.max_seq_len,
         policy=config.scheduling_policy,
+        preemption_mode=config.preemption_mode,
+        preemption_victim=config.preemption_victim,
+        costs=_cost_priors(store),
     )
-    return EngineCore(scheduler, kv, runner.execute)
+    return EngineCore(scheduler, kv, runner.execute, runner.resize_pool, disk)
+
+
+def _cost_priors(store: KVStore) -> CostModel:
+    """Copying is measured now, before the first swap is decided; computing, by the first steps."""
+    speed = store.host_copy_speed()
+    return CostModel(block_s=store.block_bytes / speed) if speed else CostModel()

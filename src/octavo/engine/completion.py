@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,10 +16,18 @@ if TYPE_CHECKING:
 
 
 class TextMaker:
-    """Tokens to text that may be shown, up to a stop string."""
+    """Tokens to text that may be shown, up to a stop string.
+
+    stop_token_verbatim: show a stop token that is to be shown even if it is a special one.
+    """
 
     def __init__(
-        self, texts: TokenTexts, params: SamplingParams, prompt_token_ids: Sequence[int]
+        self,
+        texts: TokenTexts,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        *,
+        stop_token_verbatim: bool = False,
     ) -> None:
         self._detok = IncrementalDetokenizer(
             texts,
@@ -32,11 +41,21 @@ class TextMaker:
             include_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
         )
-        self.shows_stop_token = params.include_stop_str_in_output
+        self._shows_stop_token = params.include_stop_str_in_output
+        self._verbatim = texts if stop_token_verbatim else None
 
     def push(self, token_id: int, num_tokens: int) -> StopFound:
         """Output token number `num_tokens` (from 1)."""
         return self._stops.push(self._detok.push((token_id,)), num_tokens)
+
+    def push_stop_token(self, token_id: int, num_tokens: int) -> StopFound:
+        """The token that ended it, the last."""
+        if not self._shows_stop_token:
+            return StopFound("", None)
+        if self._verbatim is None:
+            return self.push(token_id, num_tokens)
+        text = self._detok.flush() + self._verbatim.text(token_id)
+        return self._stops.push(text, num_tokens)
 
     def flush(self, num_tokens: int) -> StopFound:
         """The end after `num_tokens` tokens: what was held back, which may end in a stop string."""
@@ -49,13 +68,22 @@ class TextMaker:
 class Completion:
     """The state of one of a request's `n` completions."""
 
-    __slots__ = ("_cumulative", "_logprobs", "_num_given", "_parts", "_text", "_texts",
-                 "finish_reason", "index", "stop_reason", "token_ids")  # fmt: skip
+    __slots__ = ("_cumulative", "_logprobs", "_num_given", "_parts", "_shows", "_text", "_texts",
+                 "finish_reason", "index", "score", "stop_reason", "token_ids")  # fmt: skip
 
     def __init__(
-        self, index: int, text: TextMaker | None, texts: TokenTexts | None, *, with_logprobs: bool
+        self,
+        index: int,
+        text: TextMaker | None,
+        texts: TokenTexts | None,
+        *,
+        with_logprobs: bool,
+        shows_logprobs: bool = True,
     ) -> None:
+        """`with_logprobs`: keep them; `shows_logprobs`: and put them into outputs."""
         self.index = index
+        self.score: float | None = None
+        self._shows = shows_logprobs
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -65,8 +93,17 @@ class Completion:
         self._cumulative: float | None = 0.0 if with_logprobs else None
         self._num_given = 0
 
+    @property
+    def mean_logprob(self) -> float:
+        """Mean logprob a token; less than any number for a completion without one."""
+        if not self.token_ids or self._cumulative is None:
+            return -math.inf
+        return self._cumulative / len(self.token_ids)
+
     def take(self, update: SeqUpdate) -> str | None:
         """Take in new tokens; the stop string that they completed, if they did."""
+        if update.score is not None:
+            self.score, self._cumulative = update.score, update.cum_logprob
         by_token = update.finish_reason is FinishReason.STOP
         last = len(update.token_ids) - 1
         for i, token_id in enumerate(update.token_ids):
@@ -75,9 +112,8 @@ class Completion:
                 self._add_logprobs(update.logprobs[i])
             if self._text is None:
                 continue
-            if by_token and i == last and not self._text.shows_stop_token:
-                continue
-            found = self._text.push(token_id, len(self.token_ids))
+            push = self._text.push_stop_token if by_token and i == last else self._text.push
+            found = push(token_id, len(self.token_ids))
             self._parts.append(found.text)
             if found.stop is not None:
                 self._text = None
@@ -100,7 +136,8 @@ class Completion:
     def snapshot(self) -> CompletionOutput:
         """All of it so far, copied."""
         self._parts = ["".join(self._parts)]
-        logprobs = None if self._logprobs is None else list(self._logprobs)
+        shown = self._logprobs if self._shows else None
+        logprobs = None if shown is None else list(shown)
         return self._output(self._parts[0], list(self.token_ids), logprobs)
 
     def delta(self) -> CompletionOutput:
@@ -118,10 +155,11 @@ class Completion:
             index=self.index,
             text=text,
             token_ids=token_ids,
-            cumulative_logprob=self._cumulative,
+            cumulative_logprob=self._cumulative if self._shows else None,
             logprobs=logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            score=self.score,
         )
 
     def _add_logprobs(self, entry: TokenLogprobs) -> None:

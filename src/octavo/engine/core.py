@@ -6,24 +6,36 @@ This is the part that can live in its own process: everything that crosses its b
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from octavo.engine.history import PoolHistory
-from octavo.errors import EngineDeadError, StepFailedError
+from octavo.errors import CapacityError, EngineDeadError, StepFailedError
+from octavo.events import EngineEvent, EventKind
 from octavo.kv import KVCacheManager
 from octavo.outputs import RequestKVUsage, RequestMetrics
 from octavo.plan import StepPlan, StepResult
 from octavo.request import FinishReason, Request
 from octavo.sched import RequestStats, Scheduler, SeqUpdate
 
+if TYPE_CHECKING:
+    from octavo.kv.pins import Pin
+    from octavo.kv.stats import PrefixCacheStats
+    from octavo.runner.disk_store import DiskStore
+
 Execute = Callable[[StepPlan], StepResult]
+_MAX_EVENTS = 1000
+_LAST_STEP = -1
+"""Number of the plan that empties the pool to disk: nobody waits for its result."""
 
 
 class EngineCore:
     """Joins the scheduler's decisions and the runner's work.
 
-    scheduler, kv: decisions and memory; execute: the runner's; clock: seconds, monotonic.
+    scheduler, kv: decisions and memory; execute, resize_pool: the runner's; disk: the last tier;
+    clock: seconds, monotonic.
     """
 
     def __init__(
@@ -31,22 +43,39 @@ class EngineCore:
         scheduler: Scheduler,
         kv: KVCacheManager,
         execute: Execute,
+        resize_pool: Callable[[int], None] | None = None,
+        disk: DiskStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler, self.kv, self.clock = scheduler, kv, clock
         self._execute: Execute | None = execute
+        self._resize_pool = resize_pool
+        self._disk = disk
         self._stats: dict[str, RequestStats] = {}
+        self._events: deque[EngineEvent] = deque(maxlen=_MAX_EVENTS)
+        self._updates: list[SeqUpdate] = []
+        """News that came about between two steps."""
         self.history = PoolHistory(kv)
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises `RequestCapacityError` for one that can never fit."""
         self._check_open()
-        self._stats[request.request_id] = self.scheduler.add(request)
+        try:
+            self._stats[request.request_id] = self.scheduler.add(request)
+        except CapacityError as error:
+            self.note_refusal(request.request_id, error)
+            raise
 
-    def abort(self, request_id: str) -> bool:
-        """Drop a request wherever it is; its blocks are free at once. False if it is not here."""
-        self._stats.pop(request_id, None)
-        return self.scheduler.abort(request_id)
+    def abort(self, request_id: str, index: int | None = None) -> bool:
+        """Drop a request, or one of its samples, wherever it is; its blocks are given back at once.
+        False if it is not here."""
+        if index is None:
+            self._stats.pop(request_id, None)
+            return self.scheduler.abort(request_id)
+        seq_ids = self.scheduler.seq_ids(request_id)
+        if not 0 <= index < len(seq_ids):
+            return False
+        return self.scheduler.finish(seq_ids[index], FinishReason.ABORT)
 
     def finish(self, seq_id: int, stop_reason: str) -> None:
         """End a sequence because a stop string was found in its text."""
@@ -74,9 +103,78 @@ class EngineCore:
             for request_id in self._stats
         }
 
+    # -- memory under pressure
+
+    def events(self, request_id: str | None = None) -> list[EngineEvent]:
+        """What happened to a request, or to all and the engine itself, oldest first."""
+        own = [e for e in self._events if request_id in (None, e.request_id)]
+        return sorted([*self.scheduler.events(request_id), *own], key=lambda e: e.time_s)
+
+    def note_refusal(self, request_id: str | None, error: CapacityError) -> None:
+        """Make an event of what can never fit: a request, or a pin or a resize (None)."""
+        self._note(EventKind.REFUSED, request_id, str(error))
+
+    def _note(self, kind: EventKind, request_id: str | None, why: str) -> None:
+        event = EngineEvent(kind=kind, time_s=self.clock(), request_id=request_id, why=why)
+        self._events.append(event)
+
+    def pin(self, token_ids: list[int], salt: str = "") -> Pin:
+        """Keep the KV of the whole blocks of a prefix in the pool, as far as it is there now.
+
+        Raises `CapacityError` when pins would take more than half of the pool.
+        """
+        self._check_open()
+        try:
+            return self.kv.pin(token_ids, salt)
+        except CapacityError as error:
+            self.note_refusal(None, error)
+            raise
+
+    def unpin(self, pin_id: int) -> None:
+        """Let go of a pinned prefix. Raises `InvalidRequestError` for an id that is not pinned."""
+        self.kv.unpin(pin_id)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached block that nobody uses, in all tiers."""
+        self._check_open()
+        self.kv.reset_prefix_cache()
+
+    def cache_stats(self) -> PrefixCacheStats:
+        """What the prefix cache found since the start."""
+        return self.kv.cache_stats()
+
+    def resize(self, num_blocks: int) -> None:
+        """Make the pool so large, while requests run. Raises `CapacityError` if it cannot be."""
+        self._check_open()
+        before = self.kv.num_blocks
+        try:
+            if num_blocks > before:
+                self._resize_memory(num_blocks)
+            self.scheduler.resize(num_blocks, self.clock())
+        except CapacityError as error:
+            if num_blocks > before:
+                self._resize_memory(before)
+            self.note_refusal(None, error)
+            raise
+        if num_blocks < before:
+            self._updates += self._step()  # moves what is behind the new end, and nothing else
+            self._resize_memory(num_blocks)
+
+    def _resize_memory(self, num_blocks: int) -> None:
+        if self._resize_pool is None:
+            return
+        try:
+            self._resize_pool(num_blocks)
+        except MemoryError as error:
+            raise CapacityError(
+                f"the system has no memory for a KV pool of {num_blocks:,} blocks: {error}"
+            ) from error
+
+    # -- steps
+
     def has_unfinished(self) -> bool:
-        """Whether any request still waits or runs."""
-        return self.scheduler.has_unfinished()
+        """Whether any request still waits or runs, or has news."""
+        return bool(self._updates) or self.scheduler.has_unfinished()
 
     def step(self) -> list[SeqUpdate]:
         """Run one iteration; what each sequence gained. Empty when there is nothing to run.
@@ -84,6 +182,11 @@ class EngineCore:
         Raises `StepFailedError` when the runner failed: the requests of that step are aborted and
         named, the others go on. An interrupt aborts them too: half a step cannot be taken back.
         """
+        updates = self._step()
+        updates[:0], self._updates = self._updates, []
+        return updates
+
+    def _step(self) -> list[SeqUpdate]:
         execute = self._check_open()
         with self._deciding():
             plan = self.scheduler.schedule(self.clock())
@@ -97,7 +200,8 @@ class EngineCore:
                 raise failed from error
             raise
         with self._deciding():
-            self.history.record(plan)
+            if plan.seqs:
+                self.history.record(plan)
             return self.scheduler.update(result, self.clock())
 
     @property
@@ -106,10 +210,25 @@ class EngineCore:
         return set(self._stats)
 
     def close(self) -> None:
-        """Abort everything and let go of the runner, with it weights and pool."""
+        """Abort everything, write cached blocks to disk if there is one, and let go of the runner,
+        with it weights and pool."""
         for request_id in list(self._stats):
             self.abort(request_id)
-        self._execute = None
+        disk, self._disk = self._disk, None
+        execute, self._execute, self._resize_pool = self._execute, None, None
+        if disk is None:
+            return
+        try:
+            if execute is not None:
+                disk.wait_when_full = True
+                self.kv.flush_to_disk()
+                execute(StepPlan(_LAST_STEP, copies=self.kv.take_copies()))
+        finally:
+            disk.close()
+
+    def check_open(self) -> None:
+        """Raise `EngineDeadError` once the engine is closed or dead."""
+        self._check_open()
 
     def _check_open(self) -> Execute:
         if self._execute is None:
@@ -126,12 +245,20 @@ class EngineCore:
             raise
 
     def _failed(self, plan: StepPlan, error: BaseException) -> StepFailedError:
-        request_ids = self.scheduler.request_ids_of(seq.seq_id for seq in plan.seqs)
+        moves = bool(plan.moved)
+        request_ids = list(self._stats) if moves else self.scheduler.request_ids_in(plan)
         for request_id in request_ids:
             self.abort(request_id)
-        self.scheduler.retell(plan)
-        return StepFailedError(
+        why = (
             f"step {plan.step_id} failed with {type(error).__name__}: {error}; aborted "
-            f"{len(request_ids)} requests: {', '.join(request_ids)}",
-            request_ids=request_ids,
+            f"{len(request_ids)} requests: {', '.join(request_ids)}"
         )
+        if moves:  # nobody knows where the blocks are
+            self._execute = None
+            why += "; the pool was being resized: the engine has ended"
+        else:
+            # Nor which of the plan's blocks were written.
+            self.kv.reset_cache()
+            self.scheduler.retell(plan)
+        self._note(EventKind.FAILED, None, why)
+        return StepFailedError(why, request_ids=request_ids)

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from octavo.engine.core import EngineCore
-from octavo.engine.input import InputProcessor, Prompt
+from octavo.engine.input import InputProcessor, Params, Prompt, is_ranked
 from octavo.engine.output import OutputKind, OutputProcessor
+from octavo.errors import CapacityError, InvalidRequestError
 from octavo.outputs import RequestOutput
-from octavo.request import SamplingParams
+from octavo.request import BeamSearchParams
 
 
 class Engine:
@@ -21,12 +22,14 @@ class Engine:
 
     def __init__(self, core: EngineCore, inputs: InputProcessor, outputs: OutputProcessor) -> None:
         self.core, self.inputs, self.outputs = core, inputs, outputs
+        self._ended: list[RequestOutput] = []
+        """Last outputs that came about between two steps."""
 
     def add(
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: Params,
         *,
         priority: int = 0,
         kind: OutputKind = OutputKind.CUMULATIVE,
@@ -34,11 +37,28 @@ class Engine:
         """Validate, tokenize and queue one request.
 
         Raises `InvalidRequestError` (naming the parameter) or `RequestCapacityError` (with the
-        arithmetic); the engine is unchanged then.
+        arithmetic, which becomes an event too); the engine is unchanged then.
         """
-        request, text = self.inputs.process(
-            request_id, prompt, params, arrival_s=self.core.clock(), priority=priority
-        )
+        try:
+            request, text = self.inputs.process(
+                request_id, prompt, params, arrival_s=self.core.clock(), priority=priority
+            )
+        except CapacityError as error:
+            self.core.note_refusal(request_id, error)
+            raise
+        if kind is not OutputKind.FINAL_ONLY and is_ranked(params):
+            name = "beam search" if isinstance(params, BeamSearchParams) else "best_of"
+            raise InvalidRequestError(
+                f"{name} cannot be streamed: which completions are returned is known at the end; "
+                "ask for the final output only",
+                parameter="beam_width" if isinstance(params, BeamSearchParams) else "best_of",
+            )
+        if any(output.request_id == request_id for output in self._ended):
+            raise InvalidRequestError(
+                f"request_id {request_id!r} belongs to a request whose end was not told yet: choose"
+                " another id, or wait for its end",
+                parameter="request_id",
+            )
         self.core.add_request(request)
         try:
             self.outputs.add(request, text, params, kind)
@@ -46,21 +66,51 @@ class Engine:
             self.core.abort(request_id)
             raise
 
-    def abort(self, request_id: str) -> bool:
-        """Drop a request; False if it is not (or no longer) here."""
-        self.outputs.drop(request_id)
-        return self.core.abort(request_id)
+    def abort(self, request_id: str, index: int | None = None) -> bool:
+        """Drop a request without an output, or end one of its samples; False if it is not (or no
+        longer) here.
+
+        The sample's end is told with the request's next output, which comes with the next step if
+        it was the last that ran. Raises `InvalidRequestError` for one beam of a beam search.
+        """
+        if index is None:
+            self.outputs.drop(request_id)
+            self._ended = [o for o in self._ended if o.request_id != request_id]
+            return self.core.abort(request_id)
+        if not self.outputs.has_sample(request_id, index):
+            return False
+        if self.outputs.is_beam_search(request_id):
+            raise InvalidRequestError(
+                f"request {request_id} is a beam search, whose beams end together: abort all of it",
+                parameter="index",
+            )
+        self.core.abort(request_id, index)
+        last = self.outputs.abort_sample(request_id, index, self.core.clock(), self.core.stats)
+        if last is not None:
+            self._ended.append(last)
+            self.core.forget(request_id)
+        return True
+
+    def check_open(self) -> None:
+        """Raise `EngineDeadError` once the engine is closed or dead."""
+        self.core.check_open()
 
     def has(self, request_id: str) -> bool:
         """Whether a request still waits, runs, or has news to be told."""
-        return self.outputs.has(request_id)
+        ended = any(output.request_id == request_id for output in self._ended)
+        return ended or self.outputs.has(request_id)
 
     def has_unfinished(self) -> bool:
-        """Whether any request still waits or runs."""
-        return self.core.has_unfinished()
+        """Whether any request still waits or runs, or has an end to be told."""
+        return bool(self._ended) or self.core.has_unfinished()
 
     def step(self) -> list[RequestOutput]:
         """One iteration: what changed, per request."""
+        outputs = self._step()
+        outputs[:0], self._ended = self._ended, []
+        return outputs
+
+    def _step(self) -> list[RequestOutput]:
         try:
             updates = self.core.step()
         except BaseException:

@@ -26,6 +26,8 @@ class PoolSummary:
     """Mean number of slots in referenced blocks."""
     mean_saved_slots: float
     """Mean number of slots that sharing saved: logical less physical."""
+    mean_shared_ratio: float
+    """Mean over the steps that held blocks of 1 - physical / logical blocks (paper, Fig. 15)."""
 
     @property
     def peak_blocks(self) -> int:
@@ -49,6 +51,8 @@ class PoolHistory:
         self._peak_seqs = 0
         self._peak: PoolLedger | None = None
         self._used = self._allocated = self._saved = 0
+        self._num_steps_with_blocks = 0
+        self._shared_ratios = 0.0
 
     def record(self, plan: StepPlan) -> None:
         """Take in the state that the plan has made, before its sequences end."""
@@ -59,6 +63,9 @@ class PoolHistory:
         self._used += ledger.tokens
         self._allocated += ledger.num_allocated_slots
         self._saved += ledger.shared_saved
+        if ledger.num_logical_blocks:
+            self._num_steps_with_blocks += 1
+            self._shared_ratios += ledger.shared_saved_ratio
         if self._peak is None or ledger.num_physical_blocks > self._peak.num_physical_blocks:
             self._peak = ledger
         self._peak_seqs = max(self._peak_seqs, len(plan.seqs))
@@ -75,4 +82,5 @@ class PoolHistory:
             mean_used_slots=self._used / steps,
             mean_allocated_slots=self._allocated / steps,
             mean_saved_slots=self._saved / steps,
+            mean_shared_ratio=self._shared_ratios / max(1, self._num_steps_with_blocks),
         )

@@ -7,13 +7,16 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from octavo.errors import InvalidRequestError, RequestCapacityError
-from octavo.request import Request, SamplerParams, SamplingParams
+from octavo.request import BeamSearchParams, Request, SamplerParams, SamplingParams
 from octavo.text.tokenizer import Tokenizer
 
 Prompt = str | list[int] | dict[str, Any]
-"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; a dict may hold "cache_salt"
+too: only prompts of equal salt share cached prefixes."""
+Params = SamplingParams | BeamSearchParams
 
 _KEYS = ("prompt", "prompt_token_ids")
+_SALT = "cache_salt"
 
 
 class InputProcessor:
@@ -48,7 +51,7 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: Params,
         *,
         arrival_s: float = 0.0,
         priority: int = 0,
@@ -58,9 +61,10 @@ class InputProcessor:
         Raises `InvalidRequestError`, with `parameter` naming the field, for a prompt or a parameter
         that cannot be used; `RequestCapacityError` for a prompt longer than the context.
         """
-        if not isinstance(params, SamplingParams):
+        if not isinstance(params, Params):
             raise InvalidRequestError(
-                f"sampling_params must be a SamplingParams, got {type(params).__name__}",
+                "sampling_params must be SamplingParams or BeamSearchParams, got "
+                f"{type(params).__name__}",
                 parameter="sampling_params",
             )
         if not isinstance(request_id, str) or not request_id:
@@ -72,18 +76,26 @@ class InputProcessor:
             raise InvalidRequestError(
                 f"priority must be a whole number, got {priority!r}", parameter="priority"
             )
-        sampler = self._sampler(params)
-        token_ids, text = self._prompt(prompt)
-        if params.seed is None:
+        beam: BeamSearchParams | None = None
+        stop_token_ids: Iterable[int] = ()
+        if isinstance(params, BeamSearchParams):
+            beam, sampler, n = params, _beam_sampler(params), params.beam_width
+        else:
+            sampler, n = self._sampler(params), params.num_sequences
+            stop_token_ids = params.stop_token_ids or ()
+        token_ids, text, salt = self.prompt(prompt)
+        if isinstance(params, SamplingParams) and params.seed is None:
             self._num_seeds += 1
         request = Request(
             request_id=request_id,
             prompt_token_ids=token_ids,
             sampler=sampler,
-            n=params.n,
+            n=n,
+            beam=beam,
+            cache_salt=salt,
             max_tokens=params.max_tokens,
             eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
-            stop_token_ids=frozenset(params.stop_token_ids or ()),
+            stop_token_ids=frozenset(stop_token_ids),
             priority=priority,
             arrival_s=arrival_s,
         )
@@ -91,7 +103,9 @@ class InputProcessor:
 
     # -- the prompt -------------------------------------------------------------------------------
 
-    def _prompt(self, prompt: Prompt) -> tuple[list[int], str | None]:
+    def prompt(self, prompt: Prompt) -> tuple[list[int], str | None, str]:
+        """(token ids, text if it is known, cache salt) of a prompt; raises as `process` does."""
+        prompt, salt = _split_salt(prompt)
         name, value = _named(prompt)
         if isinstance(value, str):
             token_ids, text = self._encoded(value), value
@@ -112,7 +126,7 @@ class InputProcessor:
             )
         if text is None and self._tokenizer is not None:
             text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
-        return token_ids, text
+        return token_ids, text, salt
 
     def _encoded(self, text: str) -> list[int]:
         if self._tokenizer is None:
@@ -168,7 +182,7 @@ class InputProcessor:
             bad_words=self._bad_words(params.bad_words or ()),
             min_tokens=params.min_tokens,
             min_tokens_masked_ids=tuple(sorted(masked)),
-            num_logprobs=params.logprobs,
+            num_logprobs=0 if params.logprobs is None and is_ranked(params) else params.logprobs,
             num_prompt_logprobs=params.prompt_logprobs,
         )
         self._check_something_is_left(sampler)
@@ -230,6 +244,27 @@ class InputProcessor:
         )
 
 
+def is_ranked(params: Params) -> bool:
+    """Whether completions are compared at the end, so that none can be shown before."""
+    return isinstance(params, BeamSearchParams) or params.num_sequences > params.n
+
+
+def _beam_sampler(beam: BeamSearchParams) -> SamplerParams:
+    """Beams draw nothing by chance: only the temperature has a say in their logprobs."""
+    return SamplerParams(temperature=float(beam.temperature))
+
+
+def _split_salt(prompt: Prompt) -> tuple[Prompt, str]:
+    if not isinstance(prompt, dict) or _SALT not in prompt:
+        return prompt, ""
+    salt = prompt[_SALT]
+    if not isinstance(salt, str) or not salt:
+        raise InvalidRequestError(
+            f"{_SALT} must be a string that is not empty, got {salt!r:.80}", parameter=_SALT
+        )
+    return {key: value for key, value in prompt.items() if key != _SALT}, salt
+
+
 def _named(prompt: Prompt) -> tuple[str, Any]:
     """(parameter name, text or list of ids) of a prompt in any of its forms."""
     if isinstance(prompt, str):
@@ -245,7 +280,7 @@ def _named(prompt: Prompt) -> tuple[str, Any]:
     for key in prompt:
         if key not in _KEYS:
             raise InvalidRequestError(
-                f"unknown key {key!r} in the prompt; known are: {', '.join(_KEYS)}",
+                f"unknown key {key!r} in the prompt; known are: {', '.join((*_KEYS, _SALT))}",
                 parameter=str(key),
             )
     if len(prompt) != 1:

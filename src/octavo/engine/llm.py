@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
-from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from octavo.config import EngineConfig
-from octavo.engine.input import Prompt
-from octavo.engine.output import OutputKind
-from octavo.errors import EngineDeadError, InvalidRequestError, StepFailedError
-from octavo.outputs import RequestOutput
-from octavo.request import SamplingParams
+from octavo.engine.arguments import as_list, conversations, one_of_each, params_each, salted
+from octavo.engine.driver import Driver, RequestStream
+from octavo.engine.input import Params, Prompt
+from octavo.engine.output import OutputKind, beams_of
+from octavo.errors import EngineDeadError, InvalidRequestError
+from octavo.outputs import BeamSearchOutput, RequestOutput
+from octavo.request import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from octavo.arch import ModelArch
-    from octavo.engine.build import BuiltEngine
+    from octavo.engine.built import BuiltEngine
     from octavo.engine.report import MemoryReport
+    from octavo.events import EngineEvent
+    from octavo.kv.pins import Pin
+    from octavo.kv.stats import PrefixCacheStats
     from octavo.text.tokenizer import Tokenizer
     from octavo.weights.progress import Progress
 
-T = TypeVar("T")
 Message = dict[str, Any]
 """`{"role": ..., "content": ...}`, as OpenAI's chat API has it."""
 
@@ -55,9 +56,9 @@ class LLM:
             config = EngineConfig.from_kwargs(**options)
         elif options:
             config = config.replace(**options)
-        self._ids = itertools.count()
-        self._mail: dict[str, deque[RequestOutput]] = {}
-        self._built: BuiltEngine | None = build_engine(config, progress)
+        built = build_engine(config, progress)
+        self._built: BuiltEngine | None = built
+        self._driver = Driver(built.engine)
 
     def __enter__(self) -> LLM:
         return self
@@ -86,6 +87,16 @@ class LLM:
         """The model's shape."""
         return self._engine.arch
 
+    @property
+    def after_step(self) -> Callable[[], None] | None:
+        """Called after every step while a method of this object runs one: for those who watch
+        `block_tables`. None (the default): nobody does."""
+        return self._driver.after_step
+
+    @after_step.setter
+    def after_step(self, callback: Callable[[], None] | None) -> None:
+        self._driver.after_step = callback
+
     def get_tokenizer(self) -> Tokenizer | None:
         """The tokenizer; None under `skip_tokenizer_init`."""
         return self._engine.tokenizer
@@ -93,30 +104,45 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         use_tqdm: bool = True,
         *,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; outputs come in the prompts' order.
 
-        prompts: one or a list of: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}.
-        sampling_params: one for all, or one for each; defaults to `SamplingParams()`.
-        priority: one number a prompt, smaller first, under `scheduling_policy="priority"`.
+        prompts: one or a list of: text, token ids, {"prompt": text}, {"prompt_token_ids": ids};
+        a dict may hold a "cache_salt" too.
+        sampling_params: one for all, or one for each; defaults to `SamplingParams()`. With
+        `BeamSearchParams` the completions are the beams, best first.
+        priority: one number a prompt; smaller ones are admitted first under
+        `scheduling_policy="priority"`, the largest preempted first under
+        `preemption_victim="priority"`.
 
         Raises before anything runs if any prompt is refused.
         """
-        prompt_list = _as_list(prompts)
-        params_list = _one_each(sampling_params, len(prompt_list))
-        ranks = 0 if priority is None else priority
-        priorities = _one_of_each("priority", ranks, int, len(prompt_list))
-        request_ids: list[str] = []
-        try:
-            for prompt, params, rank in zip(prompt_list, params_list, priorities, strict=True):
-                request_ids.append(self._add(prompt, params, OutputKind.FINAL_ONLY, rank))
-            return self._run_to_end(request_ids, use_tqdm)
-        finally:
-            self._forget(request_ids)
+        prompt_list = as_list(prompts)
+        params_list = params_each(sampling_params, len(prompt_list))
+        return self._run(prompt_list, params_list, priority, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        use_tqdm: bool = False,
+        *,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The best continuations of prompts; all prompts run together, each step of all their beams
+        is one batch. params: one for all, or one for each.
+
+        Raises before anything runs if any prompt is refused.
+        """
+        prompt_list = as_list(prompts)
+        params_list = one_of_each("params", params, (BeamSearchParams,), len(prompt_list))
+        outputs = self._run(prompt_list, params_list, priority, use_tqdm)
+        with_text = self.get_tokenizer() is not None
+        return [beams_of(output, with_text=with_text) for output in outputs]
 
     def chat(
         self,
@@ -126,44 +152,57 @@ class LLM:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        cache_salt: str = "",
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them through the model's chat template."""
         prompts = [
-            self._chat_prompt(conversation, chat_template, add_generation_prompt)
-            for conversation in _conversations(messages)
+            self._chat_prompt(conversation, chat_template, add_generation_prompt, cache_salt)
+            for conversation in conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         *,
         priority: int = 0,
-    ) -> Iterator[RequestOutput]:
+        final_only: bool = False,
+    ) -> RequestStream:
         """Complete one prompt, yielding the output so far after every step that added to it.
 
-        Streams may run side by side with each other; leaving the loop aborts the request.
+        Streams may run side by side with each other; leaving the loop, or `close()`, aborts the
+        request.
+        `final_only` yields the end alone: beam search and `best_of`, of which nothing is known
+        before, are refused without it.
         """
-        params = sampling_params or SamplingParams()
-        request_id = self._add(prompt, params, OutputKind.CUMULATIVE, priority)
-        stream = self._stream(request_id)
-        # A generator that is dropped before its first value never reaches its `finally`.
-        weakref.finalize(stream, self._forget, [request_id])
-        return stream
+        kind = OutputKind.FINAL_ONLY if final_only else OutputKind.CUMULATIVE
+        params = SamplingParams() if sampling_params is None else sampling_params
+        return self._driver.stream(self._add(prompt, params, kind, priority))
 
     def stream_chat(
         self,
         messages: Sequence[Message],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        cache_salt: str = "",
         priority: int = 0,
-    ) -> Iterator[RequestOutput]:
+        final_only: bool = False,
+    ) -> RequestStream:
         """`stream` for one conversation."""
-        prompt = self._chat_prompt(messages, chat_template, add_generation_prompt)
-        return self.stream(prompt, sampling_params, priority=priority)
+        prompt = self._chat_prompt(messages, chat_template, add_generation_prompt, cache_salt)
+        return self.stream(prompt, sampling_params, priority=priority, final_only=final_only)
+
+    def abort_sample(self, request_id: str, index: int) -> bool:
+        """End one of a streamed request's `n` samples; the others go on. False if it has ended.
+
+        Its finish reason is "abort". A whole request is aborted by leaving its stream.
+        """
+        return self._engine.engine.abort(request_id, index)
+
+    # -- memory
 
     def memory_report(self) -> MemoryReport:
         """Where every byte is: the plan that sized the pool, the pool now, and its peaks."""
@@ -173,126 +212,93 @@ class LLM:
         """Request id -> for each of its sequences the physical blocks it holds now."""
         return self._engine.engine.core.block_tables()
 
+    def events(self, request_id: str | None = None) -> list[EngineEvent]:
+        """What happened under memory pressure, and why, oldest first: of one request (`request_id`
+        of its outputs), or of all. The last few thousand are kept."""
+        return self._engine.engine.core.events(request_id)
+
+    def cache_stats(self) -> PrefixCacheStats:
+        """What the prefix cache was asked for and what it found, since the start."""
+        return self._engine.engine.core.cache_stats()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached block that no running request uses, in the pool, on the host and on
+        disk; pinned prefixes stay."""
+        self._engine.engine.core.reset_prefix_cache()
+
+    def pin_prefix(self, prompt: Prompt, cache_salt: str = "") -> Pin:
+        """Keep the KV of a prefix (a system prompt) in the pool until `unpin_prefix`.
+
+        It is computed if it is not there. Only whole blocks can be shared, so the rest of the
+        prompt is left out: `Pin.num_tokens` says how many of its tokens are kept.
+
+        Raises `InvalidRequestError` for a prompt shorter than a block, or when prefix caching is
+        off; `CapacityError` when pins would take more than half of the pool.
+        """
+        token_ids, salt = self._engine.prefix(prompt, cache_salt)
+        once = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+        self._run([salted(token_ids, salt)], [once], None, use_tqdm=False)
+        return self._engine.engine.core.pin(token_ids, salt)
+
+    def unpin_prefix(self, pin_id: int) -> None:
+        """Let go of a pinned prefix. It stays cached as long as there is room.
+
+        Raises `InvalidRequestError` for an id that is not pinned.
+        """
+        self._engine.engine.core.unpin(pin_id)
+
+    def resize_kv_cache(self, num_bytes: int) -> int:
+        """Make the KV pool larger or smaller while requests run; returns its new size in bytes,
+        whole blocks of what was asked.
+
+        A pool that shrinks drops cached blocks first, then moves blocks that are in use, then
+        preempts. Raises `CapacityError`, with the arithmetic, for a size that the machine, a
+        running request or a pinned prefix does not allow.
+        """
+        return self._engine.resize(num_bytes)
+
     def close(self) -> None:
-        """Abort what runs and free weights and KV pool. Closing twice is fine."""
+        """Abort what runs, write cached blocks to the disk tier if there is one, and free weights
+        and KV pool. Closing twice is fine."""
         if self._built is not None:
             self._built.close()
         self._built = None
-        self._mail.clear()
+        self._driver.close()
 
-    def _add(
-        self, prompt: Prompt, params: SamplingParams, kind: OutputKind, priority: int = 0
-    ) -> str:
-        if priority and self.config.scheduling_policy != "priority":
+    def _add(self, prompt: Prompt, params: Params, kind: OutputKind, priority: int = 0) -> str:
+        config = self.config
+        if priority and "priority" not in (config.scheduling_policy, config.preemption_victim):
             raise InvalidRequestError(
                 f"priority {priority!r} has no effect under scheduling_policy "
-                f"{self.config.scheduling_policy!r}: start with --scheduling-policy priority",
+                f"{config.scheduling_policy!r} and preemption_victim "
+                f"{config.preemption_victim!r}: start with --scheduling-policy priority or "
+                "--preemption-victim priority",
                 parameter="priority",
             )
-        request_id = str(next(self._ids))
-        self._mail[request_id] = deque()
-        try:
-            self._engine.engine.add(request_id, prompt, params, priority=priority, kind=kind)
-        except BaseException:
-            del self._mail[request_id]
-            raise
-        return request_id
+        return self._driver.add(prompt, params, kind, priority)
 
-    def _step(self) -> None:
-        """One step of everything that runs; outputs go to whoever waits for them."""
-        for output in self._engine.engine.step():
-            if output.request_id in self._mail:
-                self._mail[output.request_id].append(output)
-
-    def _stream(self, request_id: str) -> Iterator[RequestOutput]:
-        mail = self._mail[request_id]
+    def _run(
+        self,
+        prompts: list[Prompt],
+        params: Sequence[Params],
+        priority: int | Sequence[int] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        """All of them together; nothing runs if one is refused."""
+        ranks = 0 if priority is None else priority
+        priorities = one_of_each("priority", ranks, (int,), len(prompts))
+        request_ids: list[str] = []
         try:
-            while True:
-                while not mail:
-                    self._check_alive(request_id)
-                    self._step()
-                output = mail.popleft()
-                yield output
-                if output.finished:
-                    return
+            for prompt, own, rank in zip(prompts, params, priorities, strict=True):
+                request_ids.append(self._add(prompt, own, OutputKind.FINAL_ONLY, rank))
+            return self._driver.run_to_end(request_ids, use_tqdm)
         finally:
-            self._forget([request_id])
-
-    def _run_to_end(self, request_ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
-        from tqdm import tqdm
-
-        ends: dict[str, RequestOutput] = {}
-        with tqdm(total=len(request_ids), unit="request", disable=not use_tqdm) as bar:
-            waiting = set(request_ids)
-            while waiting:
-                self._check_alive(next(iter(waiting)))
-                self._step()
-                for request_id in [r for r in waiting if self._mail[r]]:
-                    ends[request_id] = self._mail[request_id].pop()
-                    waiting.discard(request_id)
-                    bar.update()
-        return [ends[request_id] for request_id in request_ids]
-
-    def _check_alive(self, request_id: str) -> None:
-        if not self._engine.engine.has(request_id):
-            raise StepFailedError(
-                f"request {request_id} was aborted when the step that it shared with others failed",
-                request_ids=[request_id],
-            )
-
-    def _forget(self, request_ids: list[str]) -> None:
-        """Abort those that still run and stop keeping mail for them."""
-        for request_id in request_ids:
-            if self._mail.pop(request_id, None) is not None and self._built is not None:
-                self._built.engine.abort(request_id)
+            self._driver.forget(request_ids)
 
     def _chat_prompt(
-        self, messages: Sequence[Message], template: str | None, add_generation_prompt: bool
+        self, messages: Sequence[Message], template: str | None, generate: bool, cache_salt: str
     ) -> Prompt:
-        return self._engine.chat_prompt(
-            messages, chat_template=template, add_generation_prompt=add_generation_prompt
+        prompt = self._engine.chat_prompt(
+            messages, chat_template=template, add_generation_prompt=generate
         )
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many: a string, a mapping and a list of token ids are one prompt."""
-    if not isinstance(prompts, list | tuple):
-        return [prompts]  # type: ignore[list-item]
-    if prompts and all(isinstance(p, int) and not isinstance(p, bool) for p in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)
-
-
-def _one_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    return _one_of_each("sampling_params", params or SamplingParams(), SamplingParams, count)
-
-
-def _one_of_each(name: str, values: Any, kind: type[T], count: int) -> list[T]:
-    """One value for all prompts, or one for each."""
-    if isinstance(values, kind):
-        return [values] * count
-    if not isinstance(values, list | tuple) or not all(isinstance(v, kind) for v in values):
-        raise InvalidRequestError(
-            f"{name} must be one {kind.__name__}, or a list with one for each prompt, got "
-            f"{values!r:.80}",
-            parameter=name,
-        )
-    if len(values) != count:
-        raise InvalidRequestError(
-            f"{len(values)} {name} for {count} prompts: give one, or one for each",
-            parameter=name,
-        )
-    return list(values)
-
-
-def _conversations(messages: Any) -> list[Any]:
-    """One conversation (a list of messages) or a list of them."""
-    if not isinstance(messages, list | tuple) or not messages:
-        raise InvalidRequestError(
-            "messages must be a conversation or a list of them, and not empty, got "
-            f"{messages!r:.80}",
-            parameter="messages",
-        )
-    return [messages] if isinstance(messages[0], dict) else list(messages)
+        return salted(prompt, cache_salt)

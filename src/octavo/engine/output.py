@@ -8,8 +8,17 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from octavo.engine.completion import Completion, TextMaker, position_logprobs
-from octavo.outputs import PositionLogprobs, RequestKVUsage, RequestMetrics, RequestOutput
-from octavo.request import FinishReason, Request, SamplingParams
+from octavo.engine.input import Params, is_ranked
+from octavo.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    PositionLogprobs,
+    RequestKVUsage,
+    RequestMetrics,
+    RequestOutput,
+)
+from octavo.request import BeamSearchParams, FinishReason, Request, SamplingParams
 from octavo.text.detok import TokenTexts
 
 if TYPE_CHECKING:
@@ -52,16 +61,25 @@ class OutputProcessor:
         self,
         request: Request,
         prompt: str | None,
-        params: SamplingParams,
+        params: Params,
         kind: OutputKind = OutputKind.CUMULATIVE,
     ) -> None:
-        """Expect updates of a request that the engine has taken."""
+        """Expect updates of a request that the engine has taken.
+
+        Beams, and what `best_of` chooses from, have outputs of the kind FINAL_ONLY only.
+        """
+        assert kind is OutputKind.FINAL_ONLY or not is_ranked(params)
         assert request.request_id not in self._records, f"request {request.request_id} is there"
         self._records[request.request_id] = _Record(request, prompt, params, kind, self._texts)
 
     def has(self, request_id: str) -> bool:
         """Whether the request has not had its last output."""
         return request_id in self._records
+
+    def is_beam_search(self, request_id: str) -> bool:
+        """Whether a request that is here decodes by beam search."""
+        record = self._records.get(request_id)
+        return record is not None and record.request.beam is not None
 
     def keep_only(self, request_ids: set[str]) -> None:
         """Forget all other requests."""
@@ -79,10 +97,28 @@ class OutputProcessor:
         if record is None:
             return None
         for completion in record.completions:
-            if completion.finish_reason is None:
-                completion.end(FinishReason.ABORT, None)
-                record.news[completion.index] = None
+            record.abort(completion.index)
         return record.output(now_s, stats)
+
+    def abort_sample(
+        self, request_id: str, index: int, now_s: float, stats: Stats | None = None
+    ) -> RequestOutput | None:
+        """End one completion. The request's last output, if it was the last one that ran."""
+        record = self._records.get(request_id)
+        if record is None:
+            return None
+        record.abort(index)
+        if not record.finished:
+            return None
+        del self._records[request_id]
+        return record.output(now_s, stats)
+
+    def has_sample(self, request_id: str, index: int) -> bool:
+        """Whether a completion is there and has not ended."""
+        record = self._records.get(request_id)
+        if record is None or not 0 <= index < len(record.completions):
+            return False
+        return record.completions[index].finish_reason is None
 
     def process(
         self, updates: Iterable[SeqUpdate], now_s: float, stats: Stats | None = None
@@ -122,27 +158,40 @@ class _Record:
         self,
         request: Request,
         prompt: str | None,
-        params: SamplingParams,
+        params: Params,
         kind: OutputKind,
         texts: TokenTexts | None,
     ) -> None:
         self.kind = kind
         self.news: dict[int, None] = {}
         """Completions that have changed since the last output, in the order of their changes."""
-        self._request, self._prompt, self._texts = request, prompt, texts
+        self.request, self._prompt, self._texts = request, prompt, texts
         self._metrics = RequestMetrics(arrival_s=request.arrival_s)
         self._num_unfinished = request.n
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None
-        if params.prompt_logprobs is not None:
-            self._prompt_logprobs = [None]
+        self._prompt_logprobs_of = 0
+        """The sample that brings them: the first that has not ended."""
         self._prompt_logprobs_given = False
+        is_beam = isinstance(params, BeamSearchParams)
+        if isinstance(params, BeamSearchParams):
+            params = SamplingParams(include_stop_str_in_output=params.include_stop_str_in_output)
+        elif params.prompt_logprobs is not None:
+            self._prompt_logprobs = [None]
+        best_of = is_ranked(params)
+        self._best_of = params.n if best_of else None
+        """Of how many completions the best are returned; None: all are."""
         shown = texts if params.detokenize else None
         self.completions = [
             Completion(
                 index,
-                None if shown is None else TextMaker(shown, params, request.prompt_token_ids),
+                None
+                if shown is None
+                else TextMaker(
+                    shown, params, request.prompt_token_ids, stop_token_verbatim=is_beam
+                ),
                 texts,
-                with_logprobs=params.logprobs is not None,
+                with_logprobs=best_of or params.logprobs is not None,
+                shows_logprobs=is_beam or params.logprobs is not None,
             )
             for index in range(request.n)
         ]
@@ -153,14 +202,8 @@ class _Record:
 
     def take(self, update: SeqUpdate, now_s: float) -> str | None:
         """Take in one sequence's update; a stop string for which the sequence must be stopped."""
-        if (
-            update.prompt_logprobs
-            and update.sample_index == 0
-            and self._prompt_logprobs is not None
-        ):
-            self._prompt_logprobs += [
-                position_logprobs(entry, self._texts) for entry in update.prompt_logprobs
-            ]
+        if update.prompt_logprobs and self._prompt_logprobs is not None:
+            self._take_prompt_logprobs(update, self._prompt_logprobs)
         completion = self.completions[update.sample_index]
         if completion.finish_reason is not None:
             return None
@@ -179,10 +222,39 @@ class _Record:
             self._num_unfinished -= 1
         return stop if update.finish_reason is None else None
 
+    def _take_prompt_logprobs(
+        self, update: SeqUpdate, found: list[PositionLogprobs | None]
+    ) -> None:
+        first = next((c.index for c in self.completions if c.finish_reason is None), 0)
+        if update.sample_index != first or len(found) == len(self.request.prompt_token_ids):
+            return
+        if first != self._prompt_logprobs_of:  # the sample that brought them was aborted
+            del found[1:]
+            self._prompt_logprobs_of = first
+        found += [position_logprobs(entry, self._texts) for entry in update.prompt_logprobs]
+
+    def abort(self, index: int) -> None:
+        """End a completion that has not ended."""
+        completion = self.completions[index]
+        if completion.finish_reason is None:
+            completion.end(FinishReason.ABORT, None)
+            self.news[index] = None
+            self._num_unfinished -= 1
+
+    def _best(self, num_best: int) -> list[CompletionOutput]:
+        """The completions with the best mean logprob a token, renumbered."""
+        for completion in self.completions:
+            completion.score = completion.mean_logprob
+        ranked = sorted(
+            self.completions,
+            key=lambda c: (c.finish_reason is FinishReason.ABORT, -c.mean_logprob, c.index),
+        )
+        return [replace(c.snapshot(), index=i) for i, c in enumerate(ranked[:num_best])]
+
     def output(self, now_s: float, stats: Stats | None) -> RequestOutput:
         """The output for now; what was news is none afterwards."""
-        finished = all(c.finish_reason is not None for c in self.completions)
-        known = None if stats is None else stats(self._request.request_id)
+        finished = self.finished
+        known = None if stats is None else stats(self.request.request_id)
         metrics, kv = known or (self._metrics, RequestKVUsage())
         finished_s = metrics.finished_s
         if finished and finished_s is None:
@@ -190,19 +262,42 @@ class _Record:
         prompt_logprobs = self._prompt_logprobs
         if self.kind is OutputKind.DELTA:
             outputs = [self.completions[i].delta() for i in sorted(self.news)]
-            if self._prompt_logprobs_given:
-                prompt_logprobs = None
-            self._prompt_logprobs_given = True
+            if prompt_logprobs is not None:
+                all_there = len(prompt_logprobs) == len(self.request.prompt_token_ids)
+                if self._prompt_logprobs_given or not all_there:
+                    prompt_logprobs = None
+                self._prompt_logprobs_given |= all_there
+        elif self._best_of is not None:
+            outputs = self._best(self._best_of)
         else:
             outputs = [completion.snapshot() for completion in self.completions]
         self.news = {}
         return RequestOutput(
-            request_id=self._request.request_id,
+            request_id=self.request.request_id,
             prompt=self._prompt,
-            prompt_token_ids=self._request.prompt_token_ids,
+            prompt_token_ids=self.request.prompt_token_ids,
             prompt_logprobs=None if prompt_logprobs is None else list(prompt_logprobs),
             outputs=outputs,
             finished=finished,
             metrics=replace(metrics, finished_s=finished_s),
+            num_cached_tokens=kv.cached_tokens,
             kv=replace(kv),
         )
+
+
+def beams_of(output: RequestOutput, *, with_text: bool) -> BeamSearchOutput:
+    """The end of a beam search as its own kind of output."""
+    beams = []
+    for beam in output.outputs:
+        assert beam.cumulative_logprob is not None and beam.score is not None
+        beams.append(
+            BeamSearchSequence(
+                tokens=output.prompt_token_ids + beam.token_ids,
+                text=beam.text if with_text else None,
+                cum_logprob=beam.cumulative_logprob,
+                score=beam.score,
+                finish_reason=beam.finish_reason,
+                stop_reason=beam.stop_reason,
+            )
+        )
+    return BeamSearchOutput(beams, output.request_id, output.metrics, output.kv)

@@ -1,0 +1,131 @@
+"""The scripts of `benchmarks/` that need no model, on inputs with known answers."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import importlib.util
+import json
+import random
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def load(name: str) -> Iterator[ModuleType]:
+    """A script as a module; dataclasses look their module up by name."""
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture(scope="module")
+def traces() -> Iterator[ModuleType]:
+    yield from load("prefix_traces")
+
+
+@pytest.fixture(scope="module")
+def sharing() -> Iterator[ModuleType]:
+    yield from load("sharing")
+
+
+@pytest.fixture(scope="module")
+def throughput() -> Iterator[ModuleType]:
+    yield from load("prefix_throughput")
+
+
+def write_trace(path: Path, rows: list[dict[str, Any]], block_tokens: int) -> Path:
+    lines = [{"header": {"block_tokens": block_tokens}}, *rows]
+    path.write_bytes(gzip.compress("".join(json.dumps(x) + "\n" for x in lines).encode()))
+    return path
+
+
+def request(num_tokens: int, *hash_ids: int) -> dict[str, Any]:
+    return {"input_tokens": num_tokens, "output_tokens": 8, "hash_ids": list(hash_ids)}
+
+
+def test_trace_hits_are_those_of_the_ids(traces: ModuleType, tmp_path: Path) -> None:
+    rows = [request(64, 1, 2), request(96, 1, 2, 3), request(70, 1, 4, 5), request(64, 7, 8)]
+    path = write_trace(tmp_path / "t.jsonl.gz", rows, block_tokens=32)
+    block_tokens, parsed = traces.read_trace(path, 1, None)
+    assert block_tokens == 32 and [row.num_input for row in parsed] == [64, 96, 70, 64]
+    figures = traces.Figures(1 << 20, 64)
+    traces.replay(parsed, block_tokens, 16, figures, outputs=False)
+    # 2 ids of the second request, 1 of the third
+    assert figures.hits * (64 + 96 + 70 + 64) == pytest.approx(3 * 32)
+    assert figures.requests_with_hits == pytest.approx(2 / 4)
+    for tail_first in (False, True):
+        assert traces.lru_hits(parsed, 32, 100, tail_first=tail_first) == 3 * 32
+
+
+def test_trace_scaling_keeps_the_structure(traces: ModuleType, tmp_path: Path) -> None:
+    rows = [request(1024, 1, 2), request(1100, 1, 2, 3)]
+    path = write_trace(tmp_path / "t.jsonl.gz", rows, block_tokens=512)
+    block_tokens, parsed = traces.read_trace(path, 8, None)
+    assert (block_tokens, [row.num_input for row in parsed]) == (64, [128, 137])
+    assert traces.lru_hits(parsed, block_tokens, 100, tail_first=True) == 128
+
+
+def test_a_list_that_evicts_heads_first_loses_whole_prompts(traces: ModuleType) -> None:
+    rows = [traces.Row(64, 1, [1, 2]), traces.Row(32, 1, [3]), traces.Row(64, 1, [1, 2])]
+    assert traces.lru_hits(rows, 32, 2, tail_first=False) == 0
+    assert traces.lru_hits(rows, 32, 2, tail_first=True) == 32
+
+
+def test_ids_become_tokens_that_depend_on_them_alone(traces: ModuleType) -> None:
+    tokens_of = traces.TokensOf(64)
+    both = tokens_of([5, 6])
+    assert both == tokens_of([5]) + tokens_of([6])
+    assert len(set(both)) > 120 and all(0 <= t < traces.VOCAB_SIZE for t in both)
+    assert both[0] != both[64]
+
+
+def null_args(**changes: Any) -> argparse.Namespace:
+    values = {
+        "num_blocks": 64, "block_size": 16, "max_num_seqs": 16, "max_model_len": 256, "seed": 0,
+        "step_ms": 10.0, "tokens_per_s": 1e4,
+    }  # fmt: skip
+    return argparse.Namespace(**values | changes)
+
+
+def test_null_model_shares_whole_prompt_blocks(sharing: ModuleType) -> None:
+    rows = [sharing.Row(0.0, 32, 17)]
+    alone = sharing.run_null(rows, 1, null_args())
+    assert (alone.total_pct, alone.num_steps) == (0, 17)
+    both = sharing.run_null(rows, 2, null_args())
+    # a step for the prompt (2 blocks of its 2), then 16 in which 2 sequences have 3 blocks each, of
+    # which 2 are the same
+    assert (both.num_steps, both.physical) == (17, 2 + 16 * 4)
+    assert both.logical in (2 + 16 * 6, 4 + 16 * 6)
+
+
+def test_null_model_waits_for_arrivals(sharing: ModuleType) -> None:
+    rows = [sharing.Row(0.0, 5, 2), sharing.Row(100.0, 5, 2)]
+    assert sharing.run_null(rows, 1, null_args()).seconds == pytest.approx(100.0, abs=0.1)
+
+
+def test_the_interval_holds_the_median_as_often_as_it_says(throughput: ModuleType) -> None:
+    rng, held = random.Random(0), 0
+    for _ in range(400):
+        low, high = throughput.median_interval([rng.gauss(1, 0.1) for _ in range(20)])
+        held += low <= 1 <= high
+    assert 0.95 <= held / 400 <= 0.99
+    assert throughput.median_interval([2.0, 1.0]) == (1.0, 2.0)
+
+
+def test_shared_prompts_share_exactly(throughput: ModuleType) -> None:
+    prompts = throughput.make_prompts(3, 40, 0.75, 1000, random.Random(1))
+    heads, tails = {tuple(p[:30]) for p in prompts}, {p[30] for p in prompts}
+    assert len(heads) == 1 and len(tails) == 3
+    assert statistics.fmean(len(p) for p in prompts) == 40
