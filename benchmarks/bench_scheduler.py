@@ -2,7 +2,8 @@
 
     python benchmarks/bench_scheduler.py [--num-seqs 256] [--steps 2000] [--block-size 16]
 
-Prints the median time of a step; the last line is JSON.
+Prompts have nothing in common. The prefix cache is on, unless `--no-prefix-caching`: full blocks
+are remembered, none is found. Prints the median time of a step; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ def answer(plan: StepPlan) -> StepResult:
     return StepResult(plan.step_id, [SeqResult(s.seq_id, 1, None) for s in plan.seqs if s.sample])
 
 
-def saturated(num_seqs: int, max_len: int, block_size: int) -> Scheduler:
+def saturated(num_seqs: int, max_len: int, block_size: int, prefix_caching: bool) -> Scheduler:
     """A scheduler with `num_seqs` sequences, prefilled and decoding."""
     num_blocks = num_seqs * (max_len // block_size + 2)
     scheduler = Scheduler(
-        KVCacheManager(num_blocks, block_size),
+        KVCacheManager(num_blocks, block_size, enable_prefix_caching=prefix_caching),
         max_num_seqs=num_seqs,
         max_num_batched_tokens=max(8192, num_seqs),
         max_model_len=max_len,
     )
     for i in range(num_seqs):
         # Different lengths, so that sequences cross block borders in different steps.
-        prompt = [0] * (_PROMPT_LEN + i % block_size)
+        prompt = [i] * (_PROMPT_LEN + i % block_size)
         scheduler.add(Request(request_id=str(i), prompt_token_ids=prompt))
     while not decoding_only(scheduler, num_seqs):
         pass
@@ -60,9 +61,10 @@ def main() -> None:
     parser.add_argument("--num-seqs", type=int, default=256)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--no-prefix-caching", dest="prefix_caching", action="store_false")
     args = parser.parse_args()
     max_len = _PROMPT_LEN + args.block_size + args.steps + 100
-    scheduler = saturated(args.num_seqs, max_len, args.block_size)
+    scheduler = saturated(args.num_seqs, max_len, args.block_size, args.prefix_caching)
     schedule_s, update_s = [], []
     gc.collect()
     for step in range(args.steps):
@@ -82,6 +84,7 @@ def main() -> None:
         "num_seqs": args.num_seqs,
         "steps": args.steps,
         "block_size": args.block_size,
+        "prefix_caching": args.prefix_caching,
         "schedule_us": round(statistics.median(schedule_s) * 1e6, 1),
         "update_us": round(statistics.median(update_s) * 1e6, 1),
         "step_us": round(statistics.median(total_s) * 1e6, 1),
@@ -89,7 +92,8 @@ def main() -> None:
         "step_us_p90": round(statistics.quantiles(total_s, n=10)[-1] * 1e6, 1),
     }
     print(
-        f"{args.num_seqs} sequences decoding, block size {args.block_size}: "
+        f"{args.num_seqs} sequences decoding, block size {args.block_size}, prefix cache "
+        f"{'on' if args.prefix_caching else 'off'}: "
         f"schedule {figures['schedule_us']} us + update {figures['update_us']} us "
         f"= {figures['step_us']} us a step (median of {args.steps})"
     )

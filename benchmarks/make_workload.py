@@ -6,6 +6,8 @@ OUT_DIR/workload.jsonl: 64 requests, 10,240 prompt and 8,192 output tokens. Prom
 mean of 160, a 90th percentile near 456 and a longest of 600; outputs a mean of 128 and a longest of
 400: many short requests and a few long ones, as in recorded chats.
 OUT_DIR/single.jsonl: one request of 32 prompt and 128 output tokens.
+OUT_DIR/beam.jsonl: half as many requests as the first, prompts as there, 64 output tokens each:
+static batches of beams need one length.
 
 A row has id, prompt_ids, prompt_len and max_tokens; `octavo bench throughput --dataset` reads it.
 
@@ -29,6 +31,7 @@ FIRST_ID, VOCAB_SIZE = 17, 49_152
 """SmolLM2's ordinary tokens: the 17 before are special."""
 MEAN_PROMPT, LONGEST_PROMPT, PROMPT_SIGMA = 160, 600, 1.32
 MEAN_OUTPUT, LONGEST_OUTPUT, OUTPUT_SIGMA = 128, 400, 0.7
+BEAM_OUTPUT = 64
 
 
 def log_normal_lengths(count: int, mean: int, sigma: float, longest: int) -> list[int]:
@@ -70,16 +73,16 @@ def write(path: Path, rows: Sequence[dict[str, object]]) -> None:
 
 
 def main() -> None:
-    """Write both files."""
+    """Write the files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out_dir", type=Path, metavar="OUT_DIR")
-    parser.add_argument("--num-requests", type=int, default=64, help="at least 8")
+    parser.add_argument("--num-requests", type=int, default=64, help="at least 16")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    if args.num_requests < 8:  # fewer long requests cannot have these means
-        parser.error(f"--num-requests must be at least 8, got {args.num_requests}")
+    if args.num_requests < 16:  # fewer than 8 long requests cannot have these means
+        parser.error(f"--num-requests must be at least 16, got {args.num_requests}")
     rng, count = random.Random(args.seed), args.num_requests
     prompts = shuffled(log_normal_lengths(count, MEAN_PROMPT, PROMPT_SIGMA, LONGEST_PROMPT), rng)
     outputs = shuffled(log_normal_lengths(count, MEAN_OUTPUT, OUTPUT_SIGMA, LONGEST_OUTPUT), rng)
@@ -87,6 +90,9 @@ def main() -> None:
     args.out_dir.mkdir(parents=True, exist_ok=True)
     write(args.out_dir / "workload.jsonl", [request(i, p, o, rng) for i, (p, o) in pairs])
     write(args.out_dir / "single.jsonl", [request(0, 32, 128, rng)])
+    lengths = log_normal_lengths(count // 2, MEAN_PROMPT, PROMPT_SIGMA, LONGEST_PROMPT)
+    rows = [request(i, p, BEAM_OUTPUT, rng) for i, p in enumerate(shuffled(lengths, rng))]
+    write(args.out_dir / "beam.jsonl", rows)
 
 
 if __name__ == "__main__":

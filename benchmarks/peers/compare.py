@@ -34,10 +34,18 @@ COLUMNS = {
     "total_tok_s": "all tok/s",
     "single_decode_tok_s": "single tok/s",
     "single_ttft_ms": "TTFT ms",
+    "req_s": "requests/s",
+    "kv_mib": "KV MiB",
     "startup_s": "start s",
     "peak_rss_mib": "RSS MiB",
 }
-RATIOS = {"out_tok_s": "out tok/s", "single_decode_tok_s": "single decode tok/s"}
+"""What a script may measure; columns that none of them has are not shown."""
+RATIOS = {
+    "out_tok_s": "out tok/s",
+    "single_decode_tok_s": "single decode tok/s",
+    "req_s": "requests/s",
+    "kv_mib": "KV memory",
+}
 
 
 @dataclass(frozen=True)
@@ -146,7 +154,7 @@ def ratios(
     values: dict[tuple[str, int], float] = {
         (r.engine, r.round): r.result[metric]
         for r in runs
-        if r.result is not None and r.others_pct <= max_others_pct
+        if r.result is not None and metric in r.result and r.others_pct <= max_others_pct
     }
     rounds = sorted({r.round for r in runs})
     pairs = [(values.get((first, n)), values.get((other, n))) for n in rounds]
@@ -173,7 +181,7 @@ def medians(runs: Sequence[Run], first: str, name: str) -> dict[str, Any]:
     """One engine's row."""
     mine = [r for r in runs if r.engine == name]
     results = [r.result for r in mine if r.result is not None]
-    row = {m: statistics.median(r[m] for r in results) if results else None for m in COLUMNS}
+    row = {m: _median([r[m] for r in results if m in r]) for m in COLUMNS}
     return row | {
         "version": results[0]["version"] if results else None,
         "num_ok": sum(bool(r["outputs_ok"]) for r in results),
@@ -181,6 +189,10 @@ def medians(runs: Sequence[Run], first: str, name: str) -> dict[str, Any]:
         "max_others_pct": max((r.others_pct for r in mine), default=None),
         "same_first_ids": agreement(runs, first, name),
     }
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 def spread(values: list[float]) -> dict[str, Any] | None:
@@ -194,7 +206,8 @@ def spread(values: list[float]) -> dict[str, Any] | None:
 def agreement(runs: Sequence[Run], first: str, other: str) -> float | None:
     """Share of requests that begin with the same token in both engines' first results.
 
-    Far from 1, they do not run the same model; a little below, bf16 tips near ties.
+    Far from 1, they do not run the same model; a little below, bf16 tips near ties. Of beams it is
+    the share whose best beams are equal as a whole.
     """
     mine, theirs = first_ids(runs, first), first_ids(runs, other)
     if not mine or len(mine) != len(theirs):
@@ -202,9 +215,9 @@ def agreement(runs: Sequence[Run], first: str, other: str) -> float | None:
     return round(sum(a == b for a, b in zip(mine, theirs, strict=True)) / len(mine), 3)
 
 
-def first_ids(runs: Sequence[Run], engine: str) -> list[int]:
+def first_ids(runs: Sequence[Run], engine: str) -> list[Any]:
     """Of the engine's first run that has a result."""
-    found: list[list[int]] = [
+    found: list[list[Any]] = [
         r.result["first_ids"] for r in runs if r.engine == engine and r.result
     ]
     return found[0] if found else []
@@ -213,13 +226,17 @@ def first_ids(runs: Sequence[Run], engine: str) -> list[int]:
 def tables(found: dict[str, Any], names: Sequence[str]) -> str:
     """For people."""
     width = max(len(name) for name in names) + 2
-    columns = COLUMNS | {"max_others_pct": "others %", "same_first_ids": "same 1st"}
+    rows = [found["engines"][name] for name in names]
+    measured = {m: label for m, label in COLUMNS.items() if any(row[m] is not None for row in rows)}
+    columns = measured | {"max_others_pct": "others %", "same_first_ids": "same 1st"}
     lines = [" " * width + "".join(f"{head:>14}" for head in [*columns.values(), "ok"])]
     for name in names:
         row = found["engines"][name]
         cells = [*(_cell(row[key]) for key in columns), f"{row['num_ok']}/{row['num_runs']}"]
         lines.append(f"{name:{width}}" + "".join(f"{cell:>14}" for cell in cells))
     for metric, label in RATIOS.items():
+        if metric not in measured:
+            continue
         if names[1:]:
             lines += ["", f"{names[0]} / other, {label}: median (min to max) of the rounds"]
             lines += [f"{'':{width}}{'all':24}others below {QUIET_PCT:g} % in both"]
@@ -306,7 +323,8 @@ def describe(one: Run) -> str:
     if one.result is None:
         return start + f"failed, {one.error}"
     wrong = "" if one.result["outputs_ok"] else "; WRONG OUTPUT LENGTHS"
-    return start + ", ".join(f"{one.result[m]} {label}" for m, label in COLUMNS.items()) + wrong
+    measured = {m: label for m, label in COLUMNS.items() if m in one.result}
+    return start + ", ".join(f"{one.result[m]} {label}" for m, label in measured.items()) + wrong
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ class Engine(Protocol):
 def main(name: str, start: Callable[[Options], Engine]) -> None:
     """Measure the engine that `start` makes and print the line of JSON."""
     options = _parse()
-    requests, single = _read(options.workload), _read(options.single)[0]
+    requests, single = read(options.workload), read(options.single)[0]
     engine = start(options)
     engine.generate([_shortened(single)])
     startup_s = _process_age_s()
@@ -103,7 +103,7 @@ def main(name: str, start: Callable[[Options], Engine]) -> None:
         "single_decode_tok_s": round(statistics.median(rates), 1),
         "single_ttft_ms": round(1e3 * statistics.median(ttfts), 1),
         "startup_s": round(startup_s, 2),
-        "peak_rss_mib": round(_peak_rss_mib(), 1),
+        "peak_rss_mib": round(peak_rss_mib(), 1),
         "outputs_ok": exact,
         "first_ids": first_ids,
     }
@@ -120,7 +120,8 @@ def _parse() -> Options:
     return Options(**vars(parser.parse_args()))
 
 
-def _read(path: Path) -> list[Request]:
+def read(path: Path) -> list[Request]:
+    """The requests of a file that `make_workload.py` wrote."""
     rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     return [Request(row["prompt_ids"], row["max_tokens"]) for row in rows]
 
@@ -136,7 +137,7 @@ def _process_age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
-def _peak_rss_mib() -> float:
+def peak_rss_mib() -> float:
     """Of this process and its living descendants; a process that ended meanwhile counts not."""
     parents, peaks = {}, {}
     for path in Path("/proc").glob("[0-9]*/status"):

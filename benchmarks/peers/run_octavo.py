@@ -29,6 +29,7 @@ class Octavo:
             num_threads=options.threads,
             max_model_len=harness.MAX_MODEL_LEN,
             kv_cache_memory_bytes=harness.KV_CACHE_GIB << 30,
+            enable_prefix_caching=False,
             skip_tokenizer_init=True,
         )
 
