@@ -212,16 +212,8 @@ def parse_size(text: str) -> int:
 
 def table(found: Sequence[Figures]) -> str:
     """For people."""
-    head = (
-        "cache",
-        "LRU",
-        "tail first",
-        "octavo",
-        "in blocks",
-        "partial",
-        "us/request",
-        "us/block",
-    )
+    rates = ("LRU, ids", "LRU", "tail first", "octavo", "in blocks", "partial")
+    head = ("cache", *rates, "us/request", "us/block")
     lines = ["".join(f"{name:>12}" for name in head)]
     for row in found:
         lists = (row.lru_ids, row.lru, row.lru_tail_first)

@@ -51,6 +51,8 @@ class MissReason(StrEnum):
     DIVERGED = "diverged"
     SHORT = "shorter than a block"
     OTHER_SALT = "other salt"
+    NOT_READY = "not ready"
+    """An equal prompt was computing it in the same step, or no block was free for a copy of it."""
     NOT_ASKED = "not asked"
     """Prompt logprobs need the prompt computed, or the cache is off."""
 

@@ -231,7 +231,12 @@ class Sim:
 
     def start(self, seq: Seq) -> int:
         """Start it; what was found."""
+        before = self.kv.cache_stats()
         found = self.kv.start(seq.seq_id, seq.demand(), seq.request_id)
+        after = self.kv.cache_stats()
+        if self.caching:
+            num = after.hit_tokens + after.resumed_tokens
+            assert num - before.hit_tokens - before.resumed_tokens == found
         assert 0 <= found < len(seq.tokens), f"{found} of {len(seq.tokens)} tokens found"
         if seq.max_hit_tokens is not None:
             assert found <= seq.max_hit_tokens

@@ -73,14 +73,14 @@ def test_shared_blocks_count_once_and_their_saving_is_told() -> None:
 
 @pytest.mark.parametrize("order", [(10, 9, 5), (5, 9, 10), (9, 10, 5)])
 def test_a_shared_block_is_as_full_as_its_fullest_owner_says(order: tuple[int, ...]) -> None:
-    """Owners may differ: a later one takes tokens back, or may not grow as far."""
+    """Owners may differ in what they fill and in how far they may grow."""
     kv = KVCacheManager(10, 4)
     kv.start(0, SeqDemand(10, 100))
     run(kv, 0, 10)
     for child_id in (1, 2):
         kv.fork(0, child_id)
     for seq_id, num_tokens in enumerate(order):
-        kv.commit(seq_id, num_tokens)
+        kv._tables[seq_id].num_committed = num_tokens
         kv._tables[seq_id].max_total_tokens = num_tokens + 1
     ledger = kv.ledger()
     assert (ledger.tokens, ledger.reserved, ledger.internal) == (10, 1, 1)

@@ -46,7 +46,9 @@ class PrefixMachine(RuleBasedStateMachine):
     caching = True
     max_host_blocks = 10
     max_disk_blocks = 0
-    pool_sizes = st.one_of(st.integers(3, 8), st.integers(3, 8), st.integers(3, 30), st.integers(3, 200))
+    pool_sizes = st.one_of(
+        st.integers(3, 8), st.integers(3, 8), st.integers(3, 30), st.integers(3, 200)
+    )
 
     @initialize(data=st.data(), block_size=st.integers(1, 8), is_calm=st.booleans())
     def make(self, data: st.DataObject, block_size: int, is_calm: bool) -> None:
@@ -230,8 +232,19 @@ class PrefixMachine(RuleBasedStateMachine):
             assert found == 0, "the cache is off"
         if seq.max_hit_tokens is None:
             self.check_must_find(seq, found)
+        if is_first and not seq.was_preempted:
+            self.check_misses(seq, found, needed)
         seq.must_find = 0
         return True
+
+    def check_misses(self, seq: Seq, found: int, num_blocks: int) -> None:
+        """Blocks that had to be computed have one reason, in order; no others have one."""
+        misses = self.kv.request_usage(seq.request_id).misses
+        explained = [m.first_block + i for m in misses for i in range(m.num_blocks)]
+        assert explained == sorted(set(explained))
+        assert set(explained) <= set(range(found // self.sim.bs, num_blocks)), misses
+        if self.caching and found == len(seq.tokens) - 1:
+            assert not explained
 
     def check_must_find(self, seq: Seq, found: int) -> None:
         most = len(seq.tokens) - 1
@@ -343,7 +356,10 @@ class PrefixMachine(RuleBasedStateMachine):
     # -- what people do
 
     @precondition(lambda self: not self.is_calm)
-    @rule(data=st.data(), what=st.sampled_from(["pin", "unpin", "pin", "resize", "resize to", "reset"]))
+    @rule(
+        data=st.data(),
+        what=st.sampled_from(["pin", "unpin", "pin", "resize", "resize to", "reset"]),
+    )
     def manage(self, data: st.DataObject, what: str) -> None:
         """Between steps."""
         if what == "pin":

@@ -102,7 +102,7 @@ def test_only_the_first_start_is_explained() -> None:
     assert sim.kv.request_usage("r0").cached_tokens == 0
 
 
-def test_a_whole_block_that_comes_too_early_is_no_miss_of_its_own() -> None:
+def test_a_whole_block_that_comes_too_early_is_not_ready() -> None:
     sim = Sim(20, 4)
     first, second = sim.add(0, A[:8]), sim.add(1, A[:8])
     sim.kv.begin_step()
@@ -111,4 +111,4 @@ def test_a_whole_block_that_comes_too_early_is_no_miss_of_its_own() -> None:
         assert sim.grow(seq, 8)
     sim.execute()
     assert second.found == 4
-    assert sim.kv.request_usage("r1").misses == ()
+    assert sim.kv.request_usage("r1").misses == (PrefixMiss(1, 1, MissReason.NOT_READY),)

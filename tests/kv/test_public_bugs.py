@@ -470,22 +470,13 @@ def test_a_block_on_its_way_to_disk_is_not_given_up_while_nothing_is_planned() -
 
 
 def test_tokens_that_are_taken_back_are_not_found_under_the_new_ones() -> None:
-    """A sequence that drops computed tokens for others (rejected drafts) is refused, or right."""
+    """A sequence that drops computed tokens for others (rejected drafts) is refused."""
     sim = Sim(12, 4)
     seq = sim.add(0, A[:8])
     sim.run(seq)
-    try:
+    with pytest.raises(IntegrityError, match=r"cannot have 6 tokens .* it has 8"):
         sim.kv.commit(0, 6)
-    except IntegrityError:
-        return
-    seq.tokens[6:] = B[:8]
-    seq.num_computed = 6
-    sim.kv.begin_step()
-    assert sim.grow(seq, 14)
-    sim.execute()
-    sim.check_nodes()
     sim.end(seq)
-    assert finished(sim, 1, A[:8] + B[:8]) <= 8
     sim.drain()
 
 

@@ -8,7 +8,7 @@ from kv_content import Sim
 from octavo.errors import ConfigError
 from octavo.kv import KVCacheManager, Preempted, RestoreCost
 from octavo.kv.node import Node
-from octavo.kv.tiers import STEPS_UNDER_WAY, HostTier
+from octavo.kv.tiers import PLANS_UNDER_WAY, HostTier
 from octavo.plan import BlockCopy, CopyKind
 
 A, B, C, D = (list(range(i * 100, i * 100 + 60)) for i in range(1, 5))
@@ -262,8 +262,8 @@ def test_what_the_host_has_no_room_for_moves_to_disk_with_its_label() -> None:
 
 def wait(sim: Sim) -> None:
     """Until what is on its way to disk has arrived."""
-    for _ in range(STEPS_UNDER_WAY):
-        sim.kv.begin_step()
+    for _ in range(PLANS_UNDER_WAY):
+        sim.execute()
 
 
 def test_blocks_come_back_from_disk() -> None:

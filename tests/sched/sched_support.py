@@ -352,11 +352,11 @@ class ReplicaRunner:
         return self.pool[seq.block_ids[position // self.block_size]][position % self.block_size]
 
 
-def hold_blocks(kv: KVCacheManager, num_blocks: int) -> None:
+def hold_blocks(kv: KVCacheManager, num_blocks: int, seq_id: int = OUTSIDE) -> None:
     """Take blocks out of the pool behind the scheduler's back."""
     num_tokens = num_blocks * kv.block_size
-    kv.start(OUTSIDE, SeqDemand(num_tokens, num_tokens))
-    assert kv.grow(OUTSIDE, num_tokens, 0) is not None
+    kv.start(seq_id, SeqDemand(num_tokens, num_tokens))
+    assert kv.grow(seq_id, num_tokens, 0) is not None
 
 
 def make_runner(kv: KVCacheManager) -> ReplicaRunner:

@@ -146,7 +146,7 @@ def test_finds_the_beams_of_transformers(
                 is_eos = beam.token_ids[-1] in eos
                 num_stopped += is_eos
                 assert beam.finish_reason is (FinishReason.STOP if is_eos else FinishReason.LENGTH)
-    assert num_stopped >= 10, "hardly a beam ended before its length: the test proves little"
+    assert num_stopped >= 5, "hardly a beam ended before its length: the test proves little"
 
 
 def make_state(width: int = 2, max_tokens: int = 3, **fields: Any) -> BeamState:

@@ -236,6 +236,64 @@ def test_preempted_while_drawing() -> None:
     assert_drained(kv)
 
 
+@pytest.mark.parametrize("watermark", [0.0, 0.6])
+@pytest.mark.parametrize("budget", [4, 32])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_a_search_comes_back_into_the_room_it_was_promised(
+    watermark: float, budget: int, prefix_caching: bool
+) -> None:
+    """Its beams find the prompt's blocks again, one after the other, however small the chunks."""
+    scheduler, kv = make_scheduler(
+        2 + 3 * 4,
+        4,
+        watermark=watermark,
+        max_num_seqs=4,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=prefix_caching,
+    )
+    runner = make_runner(kv)
+    search = make_beams("a", 9, 3, max_tokens=14)
+    scheduler.add(search)
+    updates: list[SeqUpdate] = []
+    for _ in range(5):
+        updates += scheduler.update(runner.execute(must_plan(scheduler)), 0.0)
+    for _ in range(3):
+        assert scheduler._pressure.preempt_last()
+        for _ in range(2):
+            updates += scheduler.update(runner.execute(must_plan(scheduler)), 0.0)
+    updates += drain(scheduler, runner, 300)
+    assert_found(search, updates)
+    assert_drained(kv)
+
+
+def test_two_searches_that_are_partly_back_do_not_wait_for_each_other() -> None:
+    scheduler, kv = make_scheduler(16, 4, policy="priority")
+    runner = make_runner(kv)
+    searches = [make_beams(name, 9, 2, max_tokens=12, priority=i) for i, name in enumerate("ab")]
+    for search in searches:
+        scheduler.add(search)
+    updates: list[SeqUpdate] = []
+    for _ in range(6):
+        updates += scheduler.update(runner.execute(must_plan(scheduler)), 0.0)
+    roster = scheduler._roster
+    hold_blocks(kv, 1)
+    for name, num_left in (("a", 0), ("b", 1)):
+        for seq_id in scheduler.seq_ids(name)[num_left:]:
+            roster.preempt(roster.sequences[seq_id], to_host=False)
+    hold_blocks(kv, kv.num_free_blocks - 4, seq_id=OUTSIDE + 1)  # too few for all of a
+    plan = must_plan(scheduler)
+    updates += scheduler.update(runner.execute(plan), 0.0)
+    for _ in range(4):
+        updates += scheduler.update(runner.execute(must_plan(scheduler)), 0.0)
+    assert len(scheduler._roster.groups["a"].search.running) == 2  # type: ignore[union-attr]
+    kv.release(OUTSIDE)
+    kv.release(OUTSIDE + 1)
+    updates += drain(scheduler, runner, 60)
+    for search in searches:
+        assert_found(search, updates)
+    assert_drained(kv)
+
+
 def test_room_is_promised_at_admission() -> None:
     """2 full blocks of the prompt, and for each beam 4 more."""
     fits, _ = make_scheduler(2 + 3 * 4, 4)

@@ -207,6 +207,43 @@ def test_prompt_logprobs_come_once_whoever_carries() -> None:
     assert found == request.prompt_token_ids[1:]
 
 
+def test_prompt_logprobs_are_computed_although_the_prompt_is_cached() -> None:
+    scheduler, kv = make_scheduler(enable_prefix_caching=True)
+    runner = make_runner(kv)
+    scheduler.add(make_request("a", 10, max_tokens=2))
+    drain(scheduler, runner, 9)
+    request = make_request("b", 10, max_tokens=2, like="a", num_prompt_logprobs=0)
+    scheduler.add(make_request("c", 10, max_tokens=2, like="a"))
+    scheduler.add(request)
+    plan = must_plan(scheduler)
+    assert shares(plan) == [(1, 9, 1, True), (2, 0, 10, True)]
+    updates = scheduler.update(runner.execute(plan), 0.0)
+    found = [entry.token_id for u in updates for entry in u.prompt_logprobs]
+    assert found == request.prompt_token_ids[1:]
+
+
+def test_after_a_preemption_answered_prompt_logprobs_are_found_again() -> None:
+    scheduler, kv = make_scheduler(8, 4, max_num_batched_tokens=8, enable_prefix_caching=True)
+    runner = make_runner(kv)
+    requests = [
+        make_request("a", 7, max_tokens=16),
+        make_request("b", 13, max_tokens=16, num_prompt_logprobs=0),
+    ]
+    for request in requests:
+        scheduler.add(request)
+    updates: list[SeqUpdate] = []
+    starts: list[int] = []
+    while scheduler.has_unfinished():
+        plan = must_plan(scheduler)
+        if scheduler.num_preemptions:
+            starts += [s.start for s in plan.seqs if s.seq_id == 1]
+        updates += scheduler.update(runner.execute(plan), 0.0)
+    assert scheduler.num_preemptions == 1
+    assert starts[0] > 0, "nothing was found"
+    found = [entry.token_id for u in updates for entry in u.prompt_logprobs]
+    assert found == requests[1].prompt_token_ids[1:]
+
+
 def test_many_samples_are_cheap_to_add_and_abort() -> None:
     """MAX_N sequences: nothing here may be quadratic."""
     scheduler, kv = make_scheduler(max_num_seqs=8)

@@ -347,4 +347,4 @@ class PrefixCache(PrefixIndex):
                 self.host.remove(node)
                 self.lost(node)
         if self.cold is not None:
-            self.cold.disk.delete_since(self.step)
+            self.cold.disk.delete_since(self.plan - 1)

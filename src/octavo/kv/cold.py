@@ -6,7 +6,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from octavo.kv.node import Node, Root, RootName, block_key, tokens_of_key
-from octavo.kv.tiers import STEPS_UNDER_WAY, ColdStore, DiskTier
+from octavo.kv.tiers import PLANS_UNDER_WAY, ColdStore, DiskTier
 from octavo.plan import BlockCopy, BlockLabel, CopyKind
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class ColdBlocks:
 
     def can_fetch(self, node: Node) -> bool:
         """Whether the node is on disk, and can have arrived there."""
-        return self.disk.can_fetch(node, self._cache.step)
+        return self.disk.can_fetch(node, self._cache.plan)
 
     def fetch(self, node: Node) -> bool:
         """Read the node's block, if it is on disk, for a copy of the coming plan."""
@@ -57,7 +57,7 @@ class ColdBlocks:
             return False
         assert node.parent is not None
         label = BlockLabel(self.digest(node), self.digest(node.parent), tokens_of_key(node.key))
-        disk_id = self.disk.put(node, self._cache.step)
+        disk_id = self.disk.put(node, self._cache.plan)
         if disk_id is None:
             return False
         copy = BlockCopy(node.host_id, disk_id, CopyKind.TO_DISK, label)
@@ -103,7 +103,8 @@ class ColdBlocks:
         """Copy to disk what is only in the pool or on the host, the most recently used last, as
         much as the disk keeps; returns the number of blocks. All earlier plans were executed."""
         cache = self._cache
-        cache.step += STEPS_UNDER_WAY
+        cache.step += 1
+        cache.plan += PLANS_UNDER_WAY
         pool, size = cache.pool, cache.pool.block_size
         in_order = [*cache.host.cached(), *(pool.nodes[i] for i in pool.free_block_ids())]
         nodes = dict.fromkeys(

@@ -36,7 +36,9 @@ class PrefixIndex:
         self.host = HostTier(num_host_blocks)
         self.cold: ColdBlocks | None = None
         self.step = 0
-        """The step that is being planned."""
+        """The step that is being planned. A step of which nothing came counts too."""
+        self.plan = 0
+        """How many plans have taken their copies: the number of the coming one."""
 
     def root_name(self, salt: str, request_id: str | None) -> RootName:
         """Under which root a sequence looks and leaves its blocks."""

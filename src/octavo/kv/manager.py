@@ -42,6 +42,7 @@ class KVCacheManager(KVState):
     def take_copies(self) -> list[BlockCopy]:
         """The copies that the next plan must do, in this order, before it computes anything."""
         copies, self._pool.copies = self._pool.copies, []
+        self._cache.plan += 1
         return copies
 
     # -- the life of a sequence
@@ -114,9 +115,10 @@ class KVCacheManager(KVState):
             table = self._tables[seq_id]
         except KeyError:
             raise self._unknown(seq_id) from None
-        if not 0 <= num_tokens <= table.capacity:
+        if not table.num_committed <= num_tokens <= table.capacity:
             raise IntegrityError(
-                f"sequence {seq_id} cannot have {num_tokens} tokens in the pool: its table has "
+                f"sequence {seq_id} cannot have {num_tokens} tokens in the pool: it has "
+                f"{table.num_committed}, which others may have found, and its table has "
                 f"{table.capacity} slots"
             )
         table.num_committed = num_tokens

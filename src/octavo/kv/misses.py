@@ -60,7 +60,8 @@ class MissExplainer:
         common = max(common, num_found - start)
         is_tail = end - start < self._block_size
         if common == end - start:
-            return  # it is known, but was out of reach: its copy would come too early, or no room
+            self._add(index, self._num_blocks, MissReason.NOT_READY)
+            return
         if common or (index and node is not None and node.children and not is_tail):
             self._add(index, self._num_blocks, MissReason.DIVERGED, diverged_at=start + common)
         elif is_tail:

@@ -12,8 +12,8 @@ from octavo.kv.node import NOWHERE, Node
 from octavo.plan import BlockLabel
 from octavo.util import human_bytes
 
-STEPS_UNDER_WAY = 4
-"""A block planned for the disk may not have arrived there before so many steps are planned."""
+PLANS_UNDER_WAY = 4
+"""A block planned for the disk may not have arrived there before so many plans are made."""
 
 
 class ColdStore(Protocol):
@@ -174,13 +174,13 @@ class DiskTier:
         self._on_lost = on_lost
         self.max_blocks = max_blocks
         self._nodes: OrderedDict[int, tuple[Node | BlockLabel, int]] = OrderedDict()
-        """By disk id: the owner and the step in which it was written."""
+        """By disk id: the owner and the plan in which it is written."""
         self.orphans: dict[bytes, dict[int, BlockLabel]] = {}
         """Blocks without an owner, by the digest above them."""
         self._next_id = 0
         for disk_id, label in store.entries():
             self._next_id = max(self._next_id, disk_id + 1)
-            self._nodes[disk_id] = (label, -STEPS_UNDER_WAY)
+            self._nodes[disk_id] = (label, -PLANS_UNDER_WAY)
             self.orphans.setdefault(label.parent, {})[disk_id] = label
         while len(self._nodes) > max_blocks:
             self.delete(next(iter(self._nodes)))
@@ -188,21 +188,21 @@ class DiskTier:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def put(self, node: Node, step: int) -> int | None:
+    def put(self, node: Node, plan: int) -> int | None:
         """A new id for the node; None when all room is taken by blocks still on their way."""
         if len(self._nodes) >= self.max_blocks:
             oldest, (_, written) = next(iter(self._nodes.items()), (NOWHERE, (None, 0)))
-            if oldest < 0 or step - written < STEPS_UNDER_WAY:
+            if oldest < 0 or plan - written < PLANS_UNDER_WAY:
                 return None
             self.delete(oldest)
         disk_id = node.disk_id = self._next_id
         self._next_id += 1
-        self._nodes[disk_id] = (node, step)
+        self._nodes[disk_id] = (node, plan)
         return disk_id
 
-    def can_fetch(self, node: Node, step: int) -> bool:
+    def can_fetch(self, node: Node, plan: int) -> bool:
         """Whether the node's block can have arrived on the disk."""
-        return node.disk_id >= 0 and step - self._nodes[node.disk_id][1] >= STEPS_UNDER_WAY
+        return node.disk_id >= 0 and plan - self._nodes[node.disk_id][1] >= PLANS_UNDER_WAY
 
     def fetch(self, node: Node) -> bool:
         """Read the node's block for the coming plan; a block that cannot be read is forgotten."""
@@ -236,10 +236,10 @@ class DiskTier:
         for disk_id in list(self._nodes):
             self.delete(disk_id)
 
-    def delete_since(self, step: int) -> None:
-        """Forget the blocks that were to be written in this step or later: they were not."""
+    def delete_since(self, plan: int) -> None:
+        """Forget the blocks that were to be written in this plan or later: they were not."""
         for disk_id, (_, written) in list(self._nodes.items()):
-            if written >= step:
+            if written >= plan:
                 self.delete(disk_id)
 
     def check_integrity(self, num_nodes: int) -> None:

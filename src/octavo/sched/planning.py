@@ -219,18 +219,20 @@ class Planner:
         """Nobody was served. Unless tokens are being sampled, those who run are beams whose others
         have no room: the last come give way until the head of the line is whole."""
         roster = self._roster
-        while roster.running and not plan.seqs:
-            if any(seq.num_pending for seq in roster.running):
-                return budget
+        for _ in range(len(roster.running) + 1):
             head = roster.waiting.head()
             if head is not None and head.num_pending:
+                return budget
+            if any(seq.num_pending for seq in roster.running):
                 return budget
             if head is not None and roster.running[-1].group is not head.group:
                 self._pressure.preempt_last(head)
             budget = self._new_budget()
             self._serve_running(plan, budget)
             self._admit_waiting(plan, budget)
-        return budget
+            if plan.seqs or not roster.running:
+                return budget
+        raise AssertionError("nobody can run, and nobody can give way")
 
     # -- what is written down
 
