@@ -14,7 +14,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "octavo"
 PAGE = ROOT / "docs" / "architecture.md"
-CONTRACTS = ("errors", "config", "arch", "hf_config", "request", "plan", "outputs", "util")
+CONTRACTS = (
+    "errors", "config", "arch", "hf_config", "request", "plan", "outputs",
+    "events", "util",
+)  # fmt: skip
 ROOMS = (
     "kv", "sched", "ops", "attention", "layers", "sampling", "models", "weights", "runner", "text",
     "engine", "cli", "bench",

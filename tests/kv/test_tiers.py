@@ -409,3 +409,16 @@ def test_tiers_that_cannot_be_used_are_refused() -> None:
             KVCacheManager(2, 4, disk=sim.disk, max_disk_blocks=1, **options)
     with pytest.raises(ConfigError, match="num_host_blocks=-1"):
         KVCacheManager(2, 4, num_host_blocks=-1)
+
+
+def test_beams_that_go_together_cost_what_they_share_once() -> None:
+    sim = Sim(20, 4)
+    parent = sim.add(0, A[:10])
+    sim.run(parent)
+    children = [sim.fork(parent, 1), sim.fork(parent, 2)]
+    assert sim.kv.restore_cost(0) == RestoreCost(0, 0)
+    assert sim.kv.restore_cost(0, 1) == RestoreCost(0, 0)
+    assert sim.kv.restore_cost(0, 1, 2) == RestoreCost(10, 3)
+    for seq in (parent, *children):
+        sim.end(seq)
+    sim.drain()

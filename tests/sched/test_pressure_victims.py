@@ -25,8 +25,9 @@ class FakeMemory:
         self.room = room
         self.can_preempt = True
 
-    def restore_cost(self, seq_id: int) -> RestoreCost:
-        return self.costs[seq_id]
+    def restore_cost(self, *seq_ids: int) -> RestoreCost:
+        costs = [self.costs[seq_id] for seq_id in seq_ids]
+        return RestoreCost(sum(c.num_tokens for c in costs), sum(c.num_blocks for c in costs))
 
     def host_room(self) -> int:
         return self.room

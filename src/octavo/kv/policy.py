@@ -70,12 +70,12 @@ class Preempted(NamedTuple):
 
 
 class RestoreCost(NamedTuple):
-    """What it would take to bring a sequence back after a preemption."""
+    """What it would take to bring sequences back after a preemption."""
 
     num_tokens: int
     """Token states to compute again, if nothing is moved and no cache keeps them."""
     num_blocks: int
-    """Blocks to move out, and in again, if they are moved: those that only it references."""
+    """Blocks to move out, and in again, if they are moved: those that only they reference."""
 
 
 class AllocationPolicy(Protocol):

@@ -14,7 +14,7 @@ from octavo.kv.pins import Pins
 from octavo.kv.policy import AllocationPolicy, RestoreCost, SeqDemand
 from octavo.kv.pool import BlockPool
 from octavo.kv.stats import PrefixCacheStats
-from octavo.kv.swap import Holds, own_blocks
+from octavo.kv.swap import Holds, restore_cost
 from octavo.kv.table import BlockTable, TableView
 from octavo.kv.tiers import ColdStore, TierLedger
 from octavo.kv.usage import RequestAccount
@@ -156,11 +156,10 @@ class KVState:
         num_shared = self._cache.num_shared(demand, root_name)
         return num_shared > 0 and self.policy.can_admit(demand, keep_free, num_shared)
 
-    def restore_cost(self, seq_id: int) -> RestoreCost:
-        """What it would take to bring a running sequence back after a preemption. What others
-        share with it stays where it is, and costs nothing."""
-        own = own_blocks(self._table(seq_id), self._cache)
-        return RestoreCost(sum(num for _, _, num in own), len(own))
+    def restore_cost(self, *seq_ids: int) -> RestoreCost:
+        """What it would take to bring running sequences back that are preempted together. What
+        others share with them stays where it is, and costs nothing."""
+        return restore_cost([self._table(seq_id) for seq_id in seq_ids], self._cache)
 
     def host_room(self) -> int:
         """Host blocks that a preempted sequence may have now."""

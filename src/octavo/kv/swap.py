@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from octavo.kv.cache import PrefixCache
 from octavo.kv.node import Node, RootName
-from octavo.kv.policy import SeqDemand
+from octavo.kv.policy import RestoreCost, SeqDemand
 from octavo.kv.table import BlockTable
 from octavo.kv.tree import chain_to
+from octavo.util import cdiv
 
 
 class MovedOut(NamedTuple):
@@ -100,8 +102,28 @@ def own_blocks(table: BlockTable, cache: PrefixCache) -> list[tuple[int, int, in
     """(index, block, token states) of the blocks with tokens that nobody else references."""
     counts, size = cache.pool.ref_counts, table.block_size
     found = []
-    for index in range(-(-table.num_committed // size)):
+    for index in range(cdiv(table.num_committed, size)):
         block_id = table.block_ids[index]
         if counts[block_id] == 1:
             found.append((index, block_id, min(size, table.num_committed - index * size)))
     return found
+
+
+def restore_cost(tables: Sequence[BlockTable], cache: PrefixCache) -> RestoreCost:
+    """Of sequences that are preempted together: blocks that nobody else references count once,
+    with as many tokens as the fullest view of them has."""
+    if len(tables) == 1:
+        own = own_blocks(tables[0], cache)
+        return RestoreCost(sum(num for _, _, num in own), len(own))
+    size = cache.pool.block_size
+    owners: Counter[int] = Counter()
+    filled: dict[int, int] = {}
+    for table in tables:
+        for index in range(cdiv(table.num_committed, size)):
+            block_id = table.block_ids[index]
+            owners[block_id] += 1
+            num_tokens = min(size, table.num_committed - index * size)
+            filled[block_id] = max(num_tokens, filled.get(block_id, 0))
+    counts = cache.pool.ref_counts
+    own_tokens = [filled[block_id] for block_id, num in owners.items() if num == counts[block_id]]
+    return RestoreCost(sum(own_tokens), len(own_tokens))

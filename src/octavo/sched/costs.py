@@ -10,6 +10,12 @@ RestoreMode = Literal["recompute", "swap"]
 
 _WINDOW = 15
 """Measurements kept for each power of two of the size."""
+_LEAST_RANGE = 4
+"""Sizes tell a slope when the largest is so many times the smallest..."""
+_LEAST_SPREAD = 32
+"""...and larger by so much; of smaller differences the noise is larger than what they cost."""
+_LEAST_SHARE = 1 / 16
+"""Of the time for each unit at the best size, the slope is at least this much."""
 
 
 class Comparison(NamedTuple):
@@ -93,7 +99,7 @@ class CostModel:
         sequence that is computed again shares steps with those that decode. Attention over what
         came before is in it only as far as it was in the steps observed.
         """
-        return self._steps.marginal_s if self._steps else self._token_s
+        return self._steps.marginal_s(self._token_s) if self._steps else self._token_s
 
     @property
     def block_s(self) -> float:
@@ -146,20 +152,23 @@ class _Timings:
             self._average_s = _weighted_median([(s / n, n) for n, s in self._points()])
         return self._average_s
 
-    @property
-    def marginal_s(self) -> float:
+    def marginal_s(self, prior_s: float) -> float:
         """Seconds that one more unit of size adds: the median of the slopes between sizes, each
         weighing as much as the two are apart (Theil and Sen's estimator, weighted).
 
         At most the least seconds for each unit seen at any size, as fixed costs are not negative;
-        that is also the answer while only one size is known. Never negative.
+        and never nothing, as a machine that computes for free does not exist. While the sizes are
+        too much alike to tell, `prior_s` within the same bounds.
         """
         if self._marginal_s is None:
             points = self._points()
             most = min(s / n for n, s in points)
-            slopes = [((t - s) / (m - n), m - n) for (n, s), (m, t) in combinations(points, 2)]
-            slope = _weighted_median(slopes) if slopes else most
-            self._marginal_s = max(0.0, min(most, slope))
+            smallest, largest = points[0][0], points[-1][0]
+            slope = prior_s
+            if largest >= max(_LEAST_RANGE * smallest, smallest + _LEAST_SPREAD):
+                slopes = [((t - s) / (m - n), m - n) for (n, s), (m, t) in combinations(points, 2)]
+                slope = _weighted_median(slopes)
+            self._marginal_s = min(most, max(slope, most * _LEAST_SHARE))
         return self._marginal_s
 
     def _points(self) -> list[tuple[int, float]]:

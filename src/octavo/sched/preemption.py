@@ -22,8 +22,8 @@ class Memory(Protocol):
         """Whether the allocation policy lets sequences be preempted at all."""
         ...
 
-    def restore_cost(self, seq_id: int) -> RestoreCost:
-        """Of one running sequence."""
+    def restore_cost(self, *seq_ids: int) -> RestoreCost:
+        """Of running sequences that are preempted together."""
         ...
 
     def host_room(self) -> int:
@@ -85,7 +85,7 @@ class PreemptionPolicy:
         later = [unit for unit in candidates if unit[0].place > place]
         if not later:
             why = "nobody who came later is left: it goes itself"
-            return self._decide(requester, self._restore_cost(requester), why)
+            return self.take(requester, why)
         if self._victim == "lowest-cost":
             return self._cheapest(later)
         rule = f"last come of {len(later)} not served yet"
@@ -98,6 +98,10 @@ class PreemptionPolicy:
         if self._victim == "priority":
             rule = f"priority {_priority(unit)}, the last of {len(later)} not served yet"
         return self._decide(unit, cost, rule)
+
+    def take(self, unit: Unit, rule: str) -> Victim:
+        """Preempt this very unit, chosen by the `rule`: how it will come back."""
+        return self._decide(unit, self._restore_cost(unit), rule)
 
     def _cheapest(self, later: list[Unit]) -> Victim:
         """The least seconds to bring back; the last come of those that cost the same."""
@@ -129,22 +133,8 @@ class PreemptionPolicy:
         return cost.swap_phrase if mode == "swap" else cost.recompute_phrase
 
     def _restore_cost(self, unit: Unit) -> RestoreCost:
-        """Of a unit. Blocks that only its own beams share are in nobody's count, so for beams
-        the blocks are a lower bound."""
-        costs = [self._kv.restore_cost(seq.seq_id) for seq in unit]
-        return RestoreCost(sum(c.num_tokens for c in costs), sum(c.num_blocks for c in costs))
+        return self._kv.restore_cost(*(seq.seq_id for seq in unit))
 
 
 def _priority(unit: Unit) -> int:
     return unit[0].group.request.priority
-
-
-def choose_victim(running: list[Sequence], can_preempt: bool) -> Sequence | None:
-    """The last come: least priority, then latest arrival (PagedAttention paper, section 4.5).
-
-    `running` is in order of places. None when preempting cannot help: one sequence alone holds
-    all there is, or the policy reserved at admission all that it will ever give.
-    """
-    if len(running) < 2 or not can_preempt:
-        return None
-    return running[-1]

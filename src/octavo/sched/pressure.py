@@ -10,10 +10,9 @@ from octavo.kv.manager import KVCacheManager
 from octavo.kv.policy import Growth
 from octavo.request import FinishReason
 from octavo.sched.admission import Admission
-from octavo.sched.costs import RestoreMode
 from octavo.sched.events import EventLog
 from octavo.sched.groups import BeamKeeper
-from octavo.sched.preemption import PreemptionPolicy, Unit
+from octavo.sched.preemption import PreemptionPolicy, Unit, Victim
 from octavo.sched.roster import Roster
 from octavo.sched.sequence import Sequence
 from octavo.sched.storm import StormWatch
@@ -63,17 +62,18 @@ class Pressure:
         if victim is None:
             self.end_full(requester[0])
             return False
-        self._preempt(victim.sequences, requester[0], victim.mode, victim.why)
+        self._preempt(victim, requester[0])
         return victim.sequences != requester
 
     def preempt_last(self, requester: Sequence | None = None) -> bool:
         """The last come of those who run gives its blocks back; False if nobody runs."""
         units = list(self._units())
         if units:
-            self._preempt(units[-1], requester, "recompute", "last come of those who run")
+            self._preempt(self._policy.take(units[-1], "last come of those who run"), requester)
         return bool(units)
 
-    def _preempt(self, unit: Unit, requester: Sequence | None, mode: RestoreMode, why: str) -> None:
+    def _preempt(self, victim: Victim, requester: Sequence | None) -> None:
+        unit, mode = victim.sequences, victim.mode
         group = unit[0].group
         taken = [self._roster.preempt(seq, to_host=mode == "swap") for seq in reversed(unit)]
         group.stats.metrics.num_preemptions += 1
@@ -81,7 +81,7 @@ class Pressure:
             kind=EventKind.PREEMPTED,
             time_s=self._roster.now_s,
             request_id=group.request.request_id,
-            why=why,
+            why=victim.why,
             by=None if requester is None else requester.group.request.request_id,
             mode=mode,
             num_seqs=len(unit),
