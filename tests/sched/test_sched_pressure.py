@@ -87,8 +87,7 @@ def test_abort_while_it_waits_on_the_host() -> None:
 
 
 def test_what_steps_cost_is_learned() -> None:
-    scheduler, _ = make_scheduler()
-    costs = CostModel()
+    costs = CostModel(token_s=1.0)  # a step's time for each token is the most that it can be
     scheduler, _ = make_scheduler(costs=costs)
     scheduler.add(make_request("a", 8, max_tokens=5))
     plan = scheduler.schedule(0.0)
