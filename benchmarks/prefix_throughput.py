@@ -5,8 +5,8 @@
 Two engines in one process, one with the prefix cache and one without. In each round both get the
 same requests, all at once, one engine after the other, in turns the one or the other first; the
 ratio of their times is taken within the round. A share is the part of each prompt that all prompts
-of a round begin with; prompts of different rounds share nothing, so that the pool of the engine
-with the cache is always full of others' blocks, which it evicts.
+of a round begin with; prompts of different rounds share nothing. Before the first round the pool of
+the engine with the cache is filled with others' blocks, so that it has to evict in every round.
 
 By default 64 prompts of 512 tokens and 32 tokens of output, 0 / 25 / 50 / 75 % shared: the 16 to 1
 of the figures that vLLM publishes for its V1 engine (2,048 / 128; 1.0 / 1.23 / 1.70 / 2.89 times),
@@ -180,6 +180,8 @@ def main() -> None:
     for engine in engines.values():
         prompts = make_prompts(_WARM_UP_PROMPTS, args.input_len, 0.0, vocab_size, rng)
         engine.run(prompts, min(args.output_len, _WARM_UP_TOKENS))
+    cached = fill(engines[True], args)
+    print(f"{cached:.1%} of the pool is cached before the first round", flush=True)
     pairs = [Paired(share) for share in args.shares]
     for number in range(args.rounds):
         for pair in pairs:
@@ -195,6 +197,22 @@ def main() -> None:
     )
     setup = {name: value for name, value in vars(args).items() if name != "shares"}
     print(json.dumps(setup | {"shares": found}))
+
+
+def fill(bench: Bench, args: argparse.Namespace) -> float:
+    """Leave no block of the pool unused; the share of it that is cached then."""
+    rng = random.Random(f"fill {args.seed}")
+    ledger = bench.llm.memory_report().ledger
+    num_prompts = num_to_fill(ledger.num_blocks, args.input_len, args.block_size)
+    vocab_size = bench.llm.arch.vocab_size
+    bench.run(make_prompts(num_prompts, args.input_len, 0.0, vocab_size, rng), 1)
+    ledger = bench.llm.memory_report().ledger
+    return ledger.cached / ledger.num_slots
+
+
+def num_to_fill(num_blocks: int, input_len: int, block_size: int) -> int:
+    """Prompts whose whole blocks are as many as the pool's: no more of each is sure to be kept."""
+    return cdiv(num_blocks, max(1, input_len // block_size))
 
 
 def start_engine(args: argparse.Namespace, enabled: bool) -> LLM:

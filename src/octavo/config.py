@@ -24,6 +24,9 @@ MAX_THREADS = 1024
 MAX_SWAP_SPACE = 65_536
 """GiB: more than any host has."""
 
+_DISK_BYTES = 4 * 2**30
+"""Of the disk tier, where nothing else was asked for."""
+
 KVPolicy = Literal["paged"]
 PreemptionMode = Literal["recompute", "swap", "auto"]
 PreemptionVictim = Literal["last-come", "lowest-cost", "priority"]
@@ -73,7 +76,7 @@ class EngineConfig:
     off."""
     kv_disk_dir: str | None = None
     """Folder for cached blocks that host memory has no room for; they survive a restart."""
-    kv_disk_bytes: int = 4 * 2**30
+    kv_disk_bytes: int = _DISK_BYTES
     """Most bytes kept in kv_disk_dir."""
     scheduling_policy: SchedulingPolicy = "fcfs"
     """Order in which waiting requests are admitted; priority: smaller numbers first."""
@@ -142,6 +145,11 @@ class EngineConfig:
             raise ConfigError(
                 "preemption_mode='swap' needs host memory and swap_space is 0: raise --swap-space "
                 "or use --preemption-mode recompute"
+            )
+        if self.kv_disk_dir is None and self.kv_disk_bytes != _DISK_BYTES:
+            raise ConfigError(
+                f"kv_disk_bytes={self.kv_disk_bytes:,} has no effect without a kv_disk_dir: set "
+                "--kv-disk-dir or leave --kv-disk-bytes out"
             )
         if self.kv_disk_dir is not None and space == 0:
             raise ConfigError(

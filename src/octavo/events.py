@@ -66,7 +66,7 @@ class EngineEvent:
         if self.mode is not None:
             head += f" ({self.mode})"
         if self.by is not None:
-            head += f" for request {self.by}"
+            head += " for itself" if self.by == self.request_id else f" for request {self.by}"
         parts = [f"{head}: {self.why}"]
         if self.tokens_lost or self.tokens_moved:
             parts.append(f"{self.tokens_moved} tokens moved, {self.tokens_lost} lost")

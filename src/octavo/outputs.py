@@ -96,7 +96,8 @@ class RequestKVUsage:
     resumed_tokens: int = 0
     """Tokens whose KV it found again after preemptions instead of computing it again."""
     forked_tokens: int = 0
-    """Tokens whose KV its sequences took over from each other by forking."""
+    """Tokens whose KV its sequences took over from each other, by forking or, when one starts
+    later than its siblings, by finding it."""
     misses: tuple[PrefixMiss, ...] = ()
     """Why the other blocks of the prompt had to be computed, in order."""
 
@@ -143,18 +144,23 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     num_cached_tokens: int = 0
-    """Prompt tokens whose KV was found in the pool instead of computed."""
+    """Prompt tokens whose KV was found (in the pool, on the host or on disk) and not computed."""
     kv: RequestKVUsage = field(default_factory=RequestKVUsage)
 
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One finished beam."""
+    """One finished beam.
+
+    Names are vLLM's, and so are `tokens` (prompt and output, the end-of-sequence token too). Unlike
+    vLLM's, `text` is the output's alone, there are no `logprobs` of single tokens, and `score` is
+    told.
+    """
 
     tokens: list[int]
-    """Prompt and output."""
+    """Prompt and output, with the end-of-sequence or stop token that ended it."""
     text: str | None
-    """Text of the output; None without a tokenizer."""
+    """Text of the output, without the prompt; None without a tokenizer."""
     cum_logprob: float
     """Sum of the output's logprobs."""
     score: float

@@ -16,6 +16,10 @@ from typing import NamedTuple
 
 from octavo.request import SamplerParams
 
+PLANS_UNDER_WAY = 4
+"""So many plans may at most have been made that are not carried out yet. A block that one of them
+writes to disk is not asked for before, and one that was fetched for a plan is kept so long."""
+
 
 class CopyKind(Enum):
     """Between which memories a block is copied."""

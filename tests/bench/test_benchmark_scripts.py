@@ -124,6 +124,15 @@ def test_the_interval_holds_the_median_as_often_as_it_says(throughput: ModuleTyp
     assert throughput.median_interval([2.0, 1.0]) == (1.0, 2.0)
 
 
+@pytest.mark.parametrize(
+    ("num_blocks", "input_len", "expected"), [(4352, 512, 136), (33, 512, 2), (7, 9, 7)]
+)
+def test_prompts_that_fill_a_pool(
+    throughput: ModuleType, num_blocks: int, input_len: int, expected: int
+) -> None:
+    assert throughput.num_to_fill(num_blocks, input_len, 16) == expected
+
+
 def test_shared_prompts_share_exactly(throughput: ModuleType) -> None:
     prompts = throughput.make_prompts(3, 40, 0.75, 1000, random.Random(1))
     heads, tails = {tuple(p[:30]) for p in prompts}, {p[30] for p in prompts}

@@ -14,6 +14,7 @@ from octavo.bench.preemption import (
     ModeRun,
     PreemptionResult,
     Shape,
+    _requests,
     three_mixes,
 )
 from octavo.bench.restore import RestoreCosts
@@ -89,11 +90,22 @@ def test_a_mix_says_what_is_in_it() -> None:
         (["--preemption-mode", "swap"], "--preemption-mode has no effect here"),
         (["--kv-cache-memory-bytes", "1M"], "--pool-tokens sizes the pool"),
         (["--swap-space", "0"], "--swap-space 0"),
+        (["--tokenizer", "/nowhere"], "--tokenizer has no effect here"),
+        (["--skip-tokenizer-init"], "--skip-tokenizer-init has no effect here"),
+        (["--scheduling-policy", "priority"], "--scheduling-policy has no effect here"),
     ],
 )
 def test_refuses_before_a_model_is_loaded(flags: list[str], says: str, capsys: Capture) -> None:
     assert main(["bench", "preemption", *flags, "--model", "/nowhere"]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_seed_decides_prompts_and_samples() -> None:
+    mix = Mix("few", (Shape(2, 5, 4),))
+    first, params = _requests(mix, 100, "0 1 few")
+    assert _requests(mix, 100, "0 1 few") == (first, params)
+    others = _requests(mix, 100, "1 1 few")
+    assert others[0] != first and others[1] != params
 
 
 @pytest.mark.usefixtures("one_torch_thread")

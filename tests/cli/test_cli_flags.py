@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
+from octavo.cli.chat import Chat
 from octavo.cli.flags import (
     BeamFlags,
-    ChatSamplingFlags,
     EngineFlags,
     SamplingFlags,
     bytes_text,
@@ -78,7 +78,7 @@ ARRIVING: dict[str, tuple[list[str], object]] = {
     "kv_cache_memory_bytes": (["1MB"], 10**6), "num_gpu_blocks_override": (["7"], 7),
     "preemption_mode": (["swap"], "swap"), "preemption_victim": (["lowest-cost"], "lowest-cost"),
     "swap_space": (["0.5"], 0.5), "kv_disk_dir": (["/kv"], "/kv"),
-    "kv_disk_bytes": (["10GiB"], 10 * 2**30),
+    "kv_disk_bytes": (["10GiB", "--kv-disk-dir", "/kv"], 10 * 2**30),
     "scheduling_policy": (["priority"], "priority"), "seed": (["5"], 5),
     "load_format": (["gguf"], "gguf"), "skip_tokenizer_init": ([], True), "num_threads": (["2"], 2),
     "n": (["2"], 2), "best_of": (["3"], 3), "presence_penalty": (["0.5"], 0.5),
@@ -157,8 +157,9 @@ def test_flag_classes_add_no_fields() -> None:
 
 def beams(*argv: str) -> BeamSearchParams | SamplingParams:
     args = parsed(*argv, "--", "hi")
-    check_beams(args.sampling, args.beams)
-    return make_params(args.sampling, args.beams)
+    params = make_params(args.sampling, args.beams)
+    check_beams(args.beams, [params])
+    return params
 
 
 def test_beam_flags_arrive() -> None:
@@ -193,7 +194,7 @@ def test_every_beam_parameter_has_a_flag() -> None:
     ],
 )
 def test_flags_without_effect_on_beams_are_refused(words: list[str], flag: str) -> None:
-    with pytest.raises(ConfigError, match=flag):
+    with pytest.raises((ConfigError, InvalidRequestError), match=flag):
         beams(*words)
 
 
@@ -202,6 +203,32 @@ def test_beams_need_a_limit() -> None:
         beams("--beam-width", "2", "--max-tokens", "none")
 
 
-def test_chat_streams_and_so_ranks_nothing() -> None:
-    hints = ChatSamplingFlags.__annotations__
-    assert "best_of" in hints and ChatSamplingFlags().best_of is None
+def test_flags_of_beams_apply_to_whoever_brings_a_width() -> None:
+    args = parsed("--length-penalty", "0.5", "--", "hi")
+    made = make_params(args.sampling, args.beams, beam_width=2)
+    assert made == BeamSearchParams(beam_width=2, max_tokens=512, length_penalty=0.5)
+    sampled = make_params(args.sampling, args.beams)
+    check_beams(args.beams, [sampled, made])
+    with pytest.raises(ConfigError, match="--length-penalty"):
+        check_beams(args.beams, [sampled])
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [(["--top-p", "0.5"], "--top-p"), (["--n", "3"], "--n"), (["--logprobs", "2"], "--logprobs")],
+)
+def test_flags_of_sampling_are_refused_where_a_width_is_brought(
+    words: list[str], flag: str
+) -> None:
+    args = parsed(*words, "--", "hi")
+    with pytest.raises(InvalidRequestError, match=f"{flag} does nothing to beam search"):
+        make_params(args.sampling, args.beams, beam_width=2)
+    assert isinstance(make_params(args.sampling, args.beams), SamplingParams)
+
+
+def test_chat_streams_and_so_ranks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    parse(Chat, "octavo chat", ["--top-p", "0.5"])
+    for flag in ("--best-of", "--n", "--beam-width"):
+        with pytest.raises(SystemExit) as ended:
+            parse(Chat, "octavo chat", [flag, "2"])
+        assert ended.value.code == 2 and flag in capsys.readouterr().err

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,7 @@ def test_jsonl_out_tells_everything(tiny: list[str], capsys: Capture) -> None:
     flags = ["--jsonl", "--raw", "--max-tokens", "4", "--ignore-eos", "--logprobs", "2"]
     assert main(["generate", "abc", *flags, *tiny]) == 0
     (line,) = lines(capsys)
-    assert line["id"] == 0 and line["finished"]
+    assert line["id"] == 0 and line["request_id"] == "0" and line["finished"]
     assert len(line["prompt_token_ids"]) == 3, "raw: no template around it"
     (sample,) = line["outputs"]
     assert len(sample["token_ids"]) == len(sample["logprobs"]) == 4
@@ -122,6 +124,10 @@ def test_a_refused_request_is_answered_and_the_others_run(
         ('{"prompt": "a", "top_p": 7}', "top_p"),
         ('{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias"),
         ('{"messages": "hi"}', "messages must be a list"),
+        ('{"prompt": "a", "length_penalty": 0.5}', "length_penalty is for beam search: it needs"),
+        ('{"prompt": "a", "cache_salt": 0}', "line 1: cache_salt must be a string, got 0"),
+        ('{"prompt": "a", "cache_salt": false}', "cache_salt must be a string, got false"),
+        ('{"prompt": "a", "cache_salt": null}', "cache_salt must be a string, got null"),
     ],
 )
 def test_bad_lines_are_refused_by_number_before_anything_loads(
@@ -245,11 +251,47 @@ def test_jsonl_lines_choose_beams_and_salts(
     assert "'top_p' is no parameter of beam search" in capsys.readouterr().err
 
 
-def test_the_default_max_tokens_of_beams_gives_way_too(tiny: list[str], capsys: Capture) -> None:
-    flags = ["--raw", "--beam-width", "2", "--ignore-eos", "--max-model-len", "40", "--jsonl"]
-    assert main(["generate", "abcd", *flags, *tiny]) == 0
+def test_a_line_with_beams_refuses_the_flags_of_sampling(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "requests.jsonl"
+    file.write_text('{"prompt": "b"}\n{"prompt": "a", "beam_width": 2}')
+    for words in (["--top-p", "0.5"], ["--n", "3"], ["--logprobs", "2", "--jsonl"]):
+        assert main(["generate", "--file", str(file), *words, "--model", "/nowhere"]) == 2
+        err = capsys.readouterr().err
+        assert f"line 2: {words[0]} does nothing to beam search (beam_width 2)" in err, words
+
+
+def test_a_flag_of_beams_applies_to_lines_that_bring_the_width(
+    tiny: list[str], tmp_path: Path, capsys: Capture
+) -> None:
+    file = tmp_path / "requests.jsonl"
+    file.write_text('{"prompt": "a", "beam_width": 2, "max_tokens": 3}')
+    flags = ["--jsonl", "--ignore-eos", "--length-penalty", "0", *tiny]
+    assert main(["generate", "--file", str(file), *flags]) == 0
     (line,) = lines(capsys)
-    assert [len(sample["token_ids"]) for sample in line["outputs"]] == [32, 32]
+    for sample in line["outputs"]:
+        assert sample["score"] == sample["cumulative_logprob"], "divided by nothing"
+
+
+@pytest.mark.parametrize(
+    ("words", "room"),
+    [
+        (["--max-model-len", "40"], 36),
+        # 1 full block of the prompt, 15 for two beams: 7 each, and 1 that is of no use
+        (["--num-gpu-blocks-override", "16", "--block-size", "4"], 28),
+        (["--num-gpu-blocks-override", "5", "--block-size", "2"], 2),
+    ],
+)
+def test_the_default_max_tokens_of_beams_gives_way_too(
+    tiny: list[str], words: list[str], room: int, capsys: Capture
+) -> None:
+    flags = ["--raw", "--beam-width", "2", "--ignore-eos", "--jsonl", "--events", *tiny, *words]
+    assert main(["generate", "abcd", *flags]) == 0
+    out, err = capsys.readouterr()
+    (line,) = [json.loads(text) for text in out.splitlines()]
+    assert [len(sample["token_ids"]) for sample in line["outputs"]] == [room, room]
+    assert err.endswith("\nno events\n") and line["request_id"] == "0"
+    assert main(["generate", "abcd", *flags, "--max-tokens", str(room + 1)]) == 2, "as much as fits"
+    assert f"at most {room}" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
 def test_events_come_last_on_stderr(tiny: list[str], capsys: Capture) -> None:
@@ -258,10 +300,43 @@ def test_events_come_last_on_stderr(tiny: list[str], capsys: Capture) -> None:
     out, err = capsys.readouterr()
     assert err.endswith("\nno events\n") and "events" not in out
     narrow = ["--max-tokens", "40", "--block-size", "4", "--num-gpu-blocks-override", "16"]
+    begin = time.monotonic()
     assert main(["generate", "abc", "defgh", "ijkl", *flags, *narrow]) == 0
-    assert "preempted request" in capsys.readouterr().err
+    took = time.monotonic() - begin
+    out, err = capsys.readouterr()
+    _, events = err.split("events, by seconds since the engine was ready\n")
+    assert "preempted request" in events
+    assert all(0 <= float(line.split()[0]) < took for line in events.splitlines())
+    ids = re.findall(r"^== \d\. \w+ \(request (\d)\)$", out, re.MULTILINE)
+    assert ids == ["0", "1", "2"]
+    assert set(re.findall(r"preempted request (\d)", events)) <= set(ids)
     assert main(["generate", "x" * 300, *flags]) == 2
     assert "refused   request 0: prompt" in capsys.readouterr().err
+
+
+def test_a_default_that_gives_way_is_no_event_and_uses_no_seed(
+    tiny: list[str], capsys: Capture
+) -> None:
+    flags = ["--max-model-len", "60", "--temperature", "1", "--jsonl", "--events", *tiny]
+    answers = []
+    for words in ([], ["--max-tokens", "9"]):
+        assert main(["generate", "abc", "de", *words, *flags, "--ignore-eos"]) == 0
+        out, err = capsys.readouterr()
+        rows = [json.loads(line) for line in out.splitlines()]
+        assert [row["request_id"] for row in rows] == ["0", "1"]
+        assert err.endswith("\nno events\n")
+        answers.append([row["outputs"][0]["token_ids"][:9] for row in rows])
+    assert answers[0] == answers[1], "the seeds are the same"
+
+
+def test_equal_samples_are_hinted_at(tiny: list[str], capsys: Capture) -> None:
+    hint = "samples are equal at temperature 0: add --temperature 0.8\n"
+    flags = ["--n", "2", "--max-tokens", "2", *tiny]
+    assert main(["generate", "abc", *flags]) == 0
+    assert capsys.readouterr().err.count(hint) == 1
+    for words in (["--temperature", "0.8"], ["--n", "1"]):
+        assert main(["generate", "abc", *flags, *words]) == 0
+        assert hint not in capsys.readouterr().err
 
 
 def test_memory_report_comes_last_on_stderr(tiny: list[str], capsys: Capture) -> None:

@@ -22,7 +22,10 @@ def bare() -> InputProcessor:
 
 
 def request_of(inputs, prompt="hi", **params):
-    return inputs.process("r", prompt, SamplingParams(**params))[0]
+    """One that the engine takes."""
+    request, _ = inputs.process("r", prompt, SamplingParams(**params))
+    inputs.accepted(SamplingParams(**params))
+    return request
 
 
 @pytest.mark.parametrize("prompt", ["hi", {"prompt": "hi"}])
@@ -153,7 +156,24 @@ def test_a_refused_request_uses_no_seed(byte_tokenizer) -> None:
     for _ in range(5):
         with pytest.raises(InvalidRequestError):
             request_of(troubled, "much too long for the context")
+        troubled.process("r", "hi", SamplingParams())  # the scheduler refuses it
         assert request_of(calm).sampler.seed == request_of(troubled).sampler.seed
+
+
+@pytest.mark.parametrize("capped_by", [None, "--num-gpu-blocks-override"])
+def test_what_capped_the_context_is_said(byte_tokenizer, capped_by) -> None:
+    inputs = InputProcessor(byte_tokenizer, vocab_size=300, max_model_len=9, capped_by=capped_by)
+    with pytest.raises(RequestCapacityError, match="max_model_len 9") as caught:
+        request_of(inputs, "more than nine")
+    assert ("raise --max-model-len" in str(caught.value)) == (capped_by is None)
+    assert ("held at the start" in str(caught.value)) == (capped_by is not None)
+    if capped_by is None:
+        assert request_of(inputs, max_tokens=7), "left to the scheduler"
+    else:
+        with pytest.raises(RequestCapacityError, match="larger KV pool: raise --num-gpu") as caught:
+            request_of(inputs, max_tokens=7)
+        assert caught.value.parameter == "max_tokens"
+        assert request_of(inputs, max_tokens=6)
 
 
 def test_bad_words_at_the_start_and_behind_a_space(inputs) -> None:

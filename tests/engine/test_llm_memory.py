@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,9 @@ def test_salts_keep_prefixes_apart(llm: LLM) -> None:
 
 def test_the_cache_can_be_reset(llm: LLM) -> None:
     ask(llm, LONG)
-    llm.reset_prefix_cache()
+    num_cached = llm.memory_report().ledger.cached // 4
+    assert llm.reset_prefix_cache() == num_cached > 0
+    assert llm.reset_prefix_cache() == 0
     assert llm.memory_report().ledger.cached == 0
     assert ask(llm, LONG).num_cached_tokens == 0
 
@@ -146,6 +149,41 @@ def test_pins_have_salts_and_take_text(llm: LLM) -> None:
         llm.unpin_prefix(pin_id)
 
 
+def test_a_pinned_system_message_is_found_by_chats(llm: LLM) -> None:
+    system = {"role": "system", "content": "you know a lot"}
+    pin = llm.pin_prefix([system])
+    assert pin.num_blocks >= 4
+    report = llm.memory_report()
+    assert report.ledger.pinned == report.as_dict()["ledger"]["pinned"] == pin.num_tokens
+    assert sum(report.ledger.terms().values()) == report.ledger.num_slots
+    assert "pinned, of these" in str(report.ledger) and f"({pin.num_blocks} of them p" in str(
+        report
+    )
+    llm.reset_prefix_cache()
+    (output,) = llm.chat([system, {"role": "user", "content": "so?"}], GREEDY, use_tqdm=False)
+    assert output.num_cached_tokens >= pin.num_tokens
+    llm.unpin_prefix(pin.pin_id)
+    llm.reset_prefix_cache()
+    (output,) = llm.chat([system, {"role": "user", "content": "so?"}], GREEDY, use_tqdm=False)
+    assert output.num_cached_tokens == 0
+    report = llm.memory_report()
+    assert report.ledger.pinned == 0 and "pinned" not in str(report.ledger)
+
+
+def test_seeds_do_not_depend_on_pins_and_refusals(tiny_model_path: Path) -> None:
+    hot = SamplingParams(temperature=2.0, max_tokens=8, ignore_eos=True)
+    found = []
+    for troubled in (False, True):
+        with LLM(str(tiny_model_path), **OPTIONS) as llm:
+            if troubled:
+                llm.pin_prefix(LONG)
+                for max_tokens in (64, 600):
+                    with pytest.raises(RequestCapacityError):
+                        llm.generate("abc", SamplingParams(max_tokens=max_tokens), use_tqdm=False)
+            found.append([tokens(llm, "x", hot), tokens(llm, "x", hot)])
+    assert found[0] == found[1] and found[0][0] != found[0][1]
+
+
 def test_pins_that_are_refused(llm: LLM, tiny_model_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="block of 4"):
         llm.pin_prefix([1, 2, 3])
@@ -218,8 +256,21 @@ def test_a_failed_step_is_an_event(llm: LLM, monkeypatch: pytest.MonkeyPatch) ->
         patch.setattr(llm._engine.engine.core, "_execute", fail)
         with pytest.raises(StepFailedError):
             llm.generate("a", GREEDY, use_tqdm=False)
-    (event,) = llm.events()
-    assert event.kind == EventKind.FAILED and "a device was lost" in event.why
+        with pytest.raises(StepFailedError):
+            llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+    events = llm.events()
+    assert [(e.kind, e.request_id) for e in events] == [(EventKind.FAILED, i) for i in "012"]
+    assert all("a device was lost" in event.why for event in events)
+    assert llm.events("1") == [events[1]]
+
+
+def test_events_that_are_forgotten_are_counted(llm: LLM) -> None:
+    core = llm._engine.engine.core
+    for i in range(1003):
+        core.note_refusal(f"r{i}", CapacityError("too large"))
+    report = llm.memory_report()
+    assert len(llm.events()) == 1000 and report.pressure.num_events_forgotten == 3
+    assert "3 older ones are forgotten" in str(report)
 
 
 # -- the size of the pool
@@ -270,6 +321,8 @@ def test_a_pool_that_shrinks_preempts_if_it_must(llm: LLM) -> None:
     ("num_bytes", "error", "says"),
     [
         (100, CapacityError, "less than one KV block"),
+        (0, CapacityError, r"^resize_kv_cache\(0\): .*; the pool can have 1 to "),
+        (-5, CapacityError, r"^resize_kv_cache\(-5\): .*; the pool can have 1 to "),
         (2**60, CapacityError, "is more than is left"),
         (1.5, InvalidRequestError, "whole number"),
     ],
@@ -277,6 +330,10 @@ def test_a_pool_that_shrinks_preempts_if_it_must(llm: LLM) -> None:
 def test_refused_sizes(llm: LLM, num_bytes: Any, error: Any, says: str) -> None:
     with pytest.raises(error, match=says):
         llm.resize_kv_cache(num_bytes)
+    if error is CapacityError:
+        (event,) = llm.events()
+        assert event.kind is EventKind.REFUSED
+        assert event.why.startswith(f"resize_kv_cache({num_bytes:,}): ")
     assert llm.memory_report().plan.num_blocks == 64
     assert tokens(llm, "goes on")
 
@@ -284,16 +341,42 @@ def test_refused_sizes(llm: LLM, num_bytes: Any, error: Any, says: str) -> None:
 def test_a_pool_cannot_shrink_below_its_pins(llm: LLM) -> None:
     pin = llm.pin_prefix(LONG)
     block = llm.memory_report().plan.bytes_per_block
-    with pytest.raises(CapacityError):
+    with pytest.raises(CapacityError, match="the pool can have 16 to"):
         llm.resize_kv_cache(6 * block)
     (event,) = llm.events()
-    assert event.kind == EventKind.REFUSED
+    assert event.kind == EventKind.REFUSED and "8 are pinned" in event.why
+    assert event.why.startswith(f"resize_kv_cache({6 * block:,}): ")
+    llm.resize_kv_cache(16 * block)
     llm.unpin_prefix(pin.pin_id)
     llm.resize_kv_cache(6 * block)
     llm.resize_kv_cache(64 * block)
 
 
+def test_a_small_pool_caps_contexts_for_good(tiny_model_path: Path) -> None:
+    options = OPTIONS | {"max_model_len": None, "num_gpu_blocks_override": 10}
+    with LLM(str(tiny_model_path), **options) as llm:
+        llm.resize_kv_cache(60 * llm.memory_report().plan.bytes_per_block)
+        for prompt, max_tokens in (([5] * 50, 1), ([5] * 30, 11)):
+            with pytest.raises(RequestCapacityError, match="held at the start") as caught:
+                ask(llm, prompt, max_tokens=max_tokens)
+            assert "raise --num-gpu-blocks-override" in str(caught.value)
+        assert ask(llm, [5] * 30, max_tokens=10).finished
+
+
 # -- the report
+
+
+def test_the_report_after_a_resize(llm: LLM) -> None:
+    block = llm.memory_report().plan.bytes_per_block
+    llm.resize_kv_cache(40 * block)
+    llm.generate([[i] * 40 for i in range(3)], GREEDY, use_tqdm=False)
+    llm.resize_kv_cache(12 * block)
+    report = llm.memory_report()
+    assert report.history.peak is not None and report.history.peak.num_blocks == 40
+    assert "at its fullest, when it had 40 blocks; now 12 of 12 blocks are cached" in str(report)
+    llm.reset_prefix_cache()
+    assert "now all of 12 are free" in str(llm.memory_report())
+    llm.resize_kv_cache(64 * block)
 
 
 def test_the_report_knows_every_tier(llm: LLM) -> None:
@@ -322,6 +405,17 @@ def test_the_report_tells_what_preemptions_did(tight: LLM) -> None:
     assert all(f"by {mode}" in str(report) for mode in by_mode)
 
 
+def test_the_report_counts_what_events_forget(tight: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = tight._engine.engine.core
+    monkeypatch.setattr(core.scheduler._log, "_over", deque(maxlen=1))
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    tight.generate(["first one", "second one", "third one"], params, use_tqdm=False)
+    pressure = tight.memory_report().pressure
+    assert len(tight.events()) == 1 < pressure.num_preemptions
+    assert sum(sums.num_seqs for sums in pressure.by_mode.values()) == pressure.num_preemptions
+    assert pressure.num_events_forgotten > 0
+
+
 # -- the real model
 
 
@@ -348,8 +442,10 @@ def test_a_real_chat_is_computed_once(default_model_path: Path) -> None:
             found = second.num_cached_tokens
             assert found >= len(first.prompt_token_ids) - 16 if caching else found == 0
             if caching:
-                pin = llm.pin_prefix(system)
-                assert pin.num_tokens % 16 == 0 and pin.num_blocks
+                pin = llm.pin_prefix(messages[:1])
+                llm.reset_prefix_cache()
+                (again,) = llm.chat(messages, params, use_tqdm=False)
+                assert again.num_cached_tokens >= pin.num_tokens >= 80
     assert answers[0] == answers[1]
 
 

@@ -96,6 +96,7 @@ def test_unknown_parameters_are_refused() -> None:
         ({"swap_space": 60_000}, CapacityError, "--swap-space 60000 GiB"),
         ({"enable_prefix_caching": 1}, ConfigError, "enable_prefix_caching"),
         ({"kv_disk_bytes": 0}, ConfigError, "kv_disk_bytes"),
+        ({"kv_disk_bytes": 10**9}, ConfigError, "no effect without a kv_disk_dir"),
     ],
 )
 def test_refused_configs(
@@ -121,6 +122,10 @@ def test_text_without_tokenizer(tiny_model_path: Path) -> None:
     [
         (lambda llm: llm.generate("a", 5), "sampling_params"),
         (lambda llm: llm.generate(["a", "b"], [GREEDY]), "sampling_params"),
+        (lambda llm: llm.generate("a", []), "sampling_params"),
+        (lambda llm: llm.generate("a", {}), "sampling_params"),
+        (lambda llm: llm.chat([{"role": "user", "content": "a"}], GREEDY, priority=3), "priority"),
+        (lambda llm: llm.pin_prefix("a long prefix", chat_template="{{ x }}"), "chat_template"),
         (lambda llm: llm.generate("a", GREEDY, priority=["high"]), "priority"),
         (lambda llm: llm.generate("a", GREEDY, priority=[3]), "priority"),
         (lambda llm: llm.stream("a", GREEDY, priority=3), "priority"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from llm_support import GREEDY, OPTIONS, assert_drained, tokens
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.errors import RequestCapacityError
 from octavo.request import FinishReason
 
@@ -98,6 +98,17 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     assert [o.finished for o in llm.chat([messages, messages], GREEDY, use_tqdm=False)] == [
         True
     ] * 2
+
+
+def test_chat_has_priorities_and_beams(tiny_model_path: Path) -> None:
+    options = OPTIONS | {"scheduling_policy": "priority", "max_num_seqs": 2}
+    beams = BeamSearchParams(beam_width=2, max_tokens=3, ignore_eos=True)
+    chats = [[{"role": "user", "content": text}] for text in "abc"]
+    with LLM(str(tiny_model_path), **options) as llm:
+        outputs = llm.chat(chats, beams, use_tqdm=False, priority=[3, 2, 1])
+        assert [len(output.outputs) for output in outputs] == [2, 2, 2]
+        ends = [output.metrics.finished_s or 0.0 for output in outputs]
+        assert ends[2] < ends[1] < ends[0]
 
 
 def test_usage_and_metrics(llm: LLM) -> None:

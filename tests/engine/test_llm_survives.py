@@ -35,6 +35,44 @@ def test_a_failed_step_names_its_requests_and_the_engine_goes_on(
     assert tokens(llm, "good") == expected
 
 
+def test_a_failed_step_is_nobody_elses_error(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has the only seat and the other waits; steps are made for whoever asks."""
+    with LLM(str(tiny_model_path), **(OPTIONS | {"max_num_seqs": 1})) as llm:
+        expected = tokens(llm, "waits")
+        core = llm._engine.engine.core
+        execute = core._execute
+        assert execute is not None
+        num_failures = 0
+
+        def fail_once(plan: Any) -> Any:
+            nonlocal num_failures
+            num_failures += 1
+            if num_failures == 1:
+                raise RuntimeError("a device was lost")
+            return execute(plan)
+
+        runs, waits = llm.stream("runs", GREEDY), llm.stream("waits", GREEDY)
+        next(runs)
+        monkeypatch.setattr(core, "_execute", fail_once)
+        *_, last = waits
+        assert last.outputs[0].token_ids == expected
+        with pytest.raises(StepFailedError, match="a device was lost") as caught:
+            next(runs)
+        assert caught.value.request_ids == [runs.request_id]
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        num_failures, runs = 0, llm.stream("runs", GREEDY)
+        monkeypatch.setattr(core, "_execute", execute)
+        next(runs)
+        monkeypatch.setattr(core, "_execute", fail_once)
+        assert tokens(llm, "waits") == expected
+        with pytest.raises(StepFailedError, match="a device was lost"):
+            next(runs)
+        assert not len(llm._driver) and not llm._driver._failures
+        assert_drained(llm)
+
+
 def test_an_interrupted_step_leaves_an_engine_that_serves(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

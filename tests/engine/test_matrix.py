@@ -8,13 +8,15 @@ run in a roomy engine without prefix cache.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from octavo import LLM, BeamSearchParams, SamplingParams
+from octavo import LLM, BeamSearchParams, EngineEvent, SamplingParams
 from octavo.engine.output import OutputKind
+from octavo.engine.report import MemoryReport
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -31,8 +33,8 @@ def crowd() -> list[tuple[list[int], Params]]:
         (COMMON, SamplingParams(**greedy, max_tokens=17)),
         (COMMON, SamplingParams(**greedy, max_tokens=9)),
         (COMMON[:20], SamplingParams(**hot, seed=3, max_tokens=15)),
-        (COMMON + [40, 41, 42], SamplingParams(**hot, seed=5, n=3, max_tokens=12)),
-        (COMMON[:21] + [99], SamplingParams(**hot, seed=6, n=2, best_of=4, max_tokens=8)),
+        ([*COMMON, 40, 41, 42], SamplingParams(**hot, seed=5, n=3, max_tokens=12)),
+        ([*COMMON[:21], 99], SamplingParams(**hot, seed=6, n=2, best_of=4, max_tokens=8)),
         (COMMON[:9], BeamSearchParams(beam_width=3, max_tokens=11, ignore_eos=True)),
         (COMMON + [7] * 9, BeamSearchParams(beam_width=2, max_tokens=14)),
         ([5], SamplingParams(**greedy, max_tokens=21, repetition_penalty=1.4)),
@@ -42,16 +44,28 @@ def crowd() -> list[tuple[list[int], Params]]:
     ]
 
 
-def run(model: Path, requests: list[tuple[list[int], Params]], **options: Any) -> tuple[Any, LLM]:
-    """Tokens of every completion of every request, all of them in one engine at one time."""
+class Run(NamedTuple):
+    tokens: list[list[list[int]]]
+    """Of every completion of every request."""
+    report: MemoryReport
+    events: list[EngineEvent]
+
+
+def run(
+    model: Path,
+    requests: list[tuple[list[int], Params]],
+    priorities: Iterable[int] = itertools.repeat(0),
+    **options: Any,
+) -> Run:
+    """All requests in one engine at one time."""
     llm = LLM(
         str(model), dtype="float32", max_model_len=80, block_size=4, skip_tokenizer_init=True,
         **options,
     )  # fmt: skip
     with llm:
         engine = llm._engine.engine
-        for i, (prompt, params) in enumerate(requests):
-            engine.add(f"r{i}", prompt, params, kind=OutputKind.FINAL_ONLY)
+        for i, ((prompt, params), rank) in enumerate(zip(requests, priorities, strict=False)):
+            engine.add(f"r{i}", prompt, params, kind=OutputKind.FINAL_ONLY, priority=rank)
         found = {}
         while engine.has_unfinished():
             for output in engine.step():
@@ -59,15 +73,14 @@ def run(model: Path, requests: list[tuple[list[int], Params]], **options: Any) -
             engine.core.kv.check_integrity()
         report = llm.memory_report()
         assert report.ledger.num_physical_blocks == 0
-        return [found[f"r{i}"] for i in range(len(requests))], report
+        return Run([found[f"r{i}"] for i in range(len(requests))], report, llm.events())
 
 
 @pytest.fixture(scope="module")
 def lonely(tiny_weights_path: Path) -> list[list[list[int]]]:
     tokens = []
     for request in crowd():
-        ((found,), _) = run(tiny_weights_path, [request], enable_prefix_caching=False)
-        tokens.append(found)
+        tokens += run(tiny_weights_path, [request], enable_prefix_caching=False).tokens
     return tokens
 
 
@@ -87,7 +100,7 @@ def test_every_combination(
     budget: int,
     num_blocks: int,
 ) -> None:
-    tokens, report = run(
+    tokens, report, _ = run(
         tiny_weights_path,
         crowd(),
         enable_prefix_caching=caching,
@@ -97,7 +110,12 @@ def test_every_combination(
         num_gpu_blocks_override=num_blocks,
     )
     assert tokens == lonely
-    assert bool(report.num_preemptions) == (num_blocks == 44), report.num_preemptions
+    is_small = num_blocks == 44
+    assert bool(report.num_preemptions) == is_small, report.num_preemptions
+    assert bool(report.cache.hit_tokens) == caching
+    moved = {mode: sums.tokens_moved for mode, sums in report.pressure.by_mode.items()}
+    if is_small and mode != "auto":
+        assert set(moved) == {mode} and bool(moved[mode]) == (mode == "swap"), moved
 
 
 @pytest.mark.parametrize("victim", ["last-come", "lowest-cost", "priority"])
@@ -106,9 +124,13 @@ def test_victims_and_scarce_host_memory(
     tiny_weights_path: Path, lonely: list[list[list[int]]], victim: str, swap_space: float
 ) -> None:
     """1e-5 GiB is a few blocks: some victims are swapped, others must be recomputed."""
-    tokens, report = run(
-        tiny_weights_path, crowd(), preemption_victim=victim, swap_space=swap_space,
+    ranks = [(5 * i) % 11 for i in range(11)] if victim == "priority" else [0] * 11
+    tokens, report, events = run(
+        tiny_weights_path, crowd(), ranks, preemption_victim=victim, swap_space=swap_space,
         preemption_mode="auto", num_gpu_blocks_override=44, max_num_seqs=24,
     )  # fmt: skip
     assert tokens == lonely
     assert report.num_preemptions
+    if victim == "priority":
+        chosen = {e.request_id for e in events if "priority " in e.why}
+        assert len(chosen) > 1, events

@@ -185,11 +185,11 @@ def test_abort(engine) -> None:
     engine.add(stop=["END"], n=2)
     engine.step(update([ord("E")]))
     engine.step(update([ord("x")], sample=1, reason=LENGTH))
-    last = engine.outputs.abort("r", 50.0)
+    last = engine.outputs.abort_sample("r", 0, 50.0)
     assert last.finished and last.metrics.finished_s == 50.0
     assert [c.finish_reason for c in last.outputs] == [ABORT, LENGTH]
     assert [c.text for c in last.outputs] == ["E", "x"]
-    assert engine.outputs.abort("r", 51.0) is None
+    assert engine.outputs.abort_sample("r", 0, 51.0) is None
     assert engine.step(update([1])) == []
     engine.add()  # the id is free again
     engine.outputs.drop("r")

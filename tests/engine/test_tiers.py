@@ -15,7 +15,7 @@ from llm_support import OPTIONS
 from octavo import LLM, SamplingParams
 from octavo.config import EngineConfig
 from octavo.engine.tiers import check_disk_folder, fingerprint
-from octavo.errors import CapacityError, ConfigError
+from octavo.errors import CapacityError, ConfigError, InvalidRequestError
 from octavo.weights.load import open_model
 from octavo.weights.locate import locate
 
@@ -146,6 +146,9 @@ def test_dynamic_rope_turns_the_prefix_cache_off(
             assert not llm.config.enable_prefix_caching
             assert ask(llm) == (0, ask(llm)[1])
             assert "Prefix cache: off" in str(llm.memory_report())
+            with pytest.raises(InvalidRequestError, match="dynamic rope") as caught:
+                llm.pin_prefix(PROMPT)
+            assert "--no-enable" not in str(caught.value)
     (record,) = [r for r in caplog.records if "prefix caching" in r.message]
     assert "dynamic rope" in record.message and "32" in record.message
     with LLM(str(stretched_path), **OPTIONS | {"max_model_len": 32}) as llm:

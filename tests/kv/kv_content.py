@@ -15,7 +15,9 @@ from typing import Any
 
 from octavo.errors import CapacityError
 from octavo.kv import NO_GROWTH, KVCacheManager, SeqDemand
+from octavo.kv.lookup import NOBODY_ASKED
 from octavo.kv.node import tokens_of_key
+from octavo.kv.tree import chain_to
 from octavo.plan import BlockCopy, BlockLabel, CopyKind
 
 GARBAGE = -1
@@ -70,10 +72,12 @@ class FakeDisk:
         self.used_ids: set[int] = set()
         self.damaged: set[int] = set()
         self.num_to_drop = 0
+        self.num_reads = 0
         self._digests: dict[bytes, object] = {}
         self._named: dict[object, bytes] = {}
 
     def fetch(self, disk_id: int) -> bool:
+        self.num_reads += 1
         if disk_id not in self.files or disk_id in self.damaged:
             return False
         self.memory[disk_id] = self.files[disk_id][1]
@@ -198,6 +202,8 @@ class Sim:
         self.salts: dict[str, str] = {}
         """By request: the last one's."""
         self.pin_sizes: dict[int, int] = {}
+        self.most_fetched: int | None = None
+        """How many disk blocks a step may read, if not what the manager says."""
         self.boot(num_blocks)
 
     def boot(self, num_blocks: int) -> None:
@@ -211,6 +217,9 @@ class Sim:
         self.kv = KVCacheManager(
             num_blocks, self.bs, None, self.bs, enable_prefix_caching=self.caching, **tiers
         )
+        cold = self.kv._cache.cold
+        if cold is not None and self.most_fetched is not None:
+            cold._most_fetched = self.most_fetched
         self.ordered: list[BlockCopy | Truncate] = []
         self.shares: list[Share] = []
         self.under_way: deque[Plan] = deque()
@@ -226,8 +235,13 @@ class Sim:
         return seq
 
     def can_admit(self, seq: Seq, keep_free: int = 0) -> bool:
-        """Whether it would fit now."""
-        return self.kv.can_admit(seq.demand(), keep_free)
+        """Whether it would fit now. What is remembered of an earlier question changes nothing."""
+        cache = self.kv._cache
+        answer = self.kv.can_admit(seq.demand(), keep_free)
+        asked, cache._asked = cache._asked, NOBODY_ASKED
+        assert self.kv.can_admit(seq.demand(), keep_free) == answer
+        cache._asked = asked
+        return answer
 
     def start(self, seq: Seq) -> int:
         """Start it; what was found."""
@@ -235,8 +249,8 @@ class Sim:
         found = self.kv.start(seq.seq_id, seq.demand(), seq.request_id)
         after = self.kv.cache_stats()
         if self.caching:
-            num = after.hit_tokens + after.resumed_tokens
-            assert num - before.hit_tokens - before.resumed_tokens == found
+            whose = ("hit_tokens", "resumed_tokens", "forked_tokens")
+            assert sum(getattr(after, name) - getattr(before, name) for name in whose) == found
         assert 0 <= found < len(seq.tokens), f"{found} of {len(seq.tokens)} tokens found"
         if seq.max_hit_tokens is not None:
             assert found <= seq.max_hit_tokens
@@ -265,7 +279,17 @@ class Sim:
         self.shares.append(Share(seq, start, end, list(seq.runner_table)))
         seq.num_computed = end
         kv.commit(seq.seq_id, end)
+        self._note_known(seq, start // self.bs)
         return True
+
+    def _note_known(self, seq: Seq, first: int) -> None:
+        """A block that it computes is found in another one, which may be used for something else
+        before this plan is carried out."""
+        table = self.kv._tables[seq.seq_id]
+        nodes = chain_to(table.last_node, table.num_registered)
+        pairs = zip(nodes, table.block_ids, strict=False)
+        if any(node.block_id not in (-1, own) for node, own in list(pairs)[first:]):
+            seq.is_double = True
 
     def run(self, seq: Seq, end: int | None = None) -> int:
         """One whole step for one sequence, from its start on if need be; what start found."""
@@ -315,19 +339,20 @@ class Sim:
             assert moved.tokens_moved == 0
         assert not kv.has(seq.seq_id)
         seq.must_find = 0
-        if is_alone and moved.tokens_moved == committed and not seq.is_double:
+        if to_host and is_alone and not moved.tokens_lost and not seq.is_double:
             seq.must_find = committed
         seq.is_running, seq.was_preempted = False, True
         seq.num_computed = 0
         seq.runner_table = []
 
     def resize(self, num_blocks: int) -> bool:
-        """Change the pool's size; False: too many blocks are in use, and nothing has changed."""
+        """Change the pool's size; False: too many blocks are in use or pinned, and nothing has
+        changed."""
         kv = self.kv
         old, free = kv.num_blocks, kv.num_free_blocks
         shortfall = kv.resize_shortfall(num_blocks)
         assert shortfall == max(0, old - free - num_blocks)
-        if shortfall:
+        if shortfall or 2 * kv.num_pinned_blocks > num_blocks:
             tables = {i: list(kv.block_table(i)) for i, s in self.seqs.items() if s.is_running}
             try:
                 kv.resize(num_blocks)

@@ -43,6 +43,10 @@ def unpin_behind_its_back(sim: Sim) -> None:
     sim.kv._pins.counts[0] -= 1
 
 
+def miscount_the_only_pinned(sim: Sim) -> None:
+    sim.kv._pool.num_only_pinned += 1
+
+
 def forget_a_node(sim: Sim) -> None:
     node = node_of(sim, 4)
     assert node.parent is not None
@@ -120,6 +124,7 @@ def registered_beyond_what_may_be_written(sim: Sim) -> None:
     ("corrupt", "named"),
     [
         (unpin_behind_its_back, r"block 0 has reference count 2, expected 1: .*sequences \[0\]"),
+        (miscount_the_only_pinned, "counts 2 pinned blocks, 1 of them .* expected 2 and 0"),
         (forget_a_node, "nodes in the pool are not in the tree|block 4"),
         (two_nodes_of_one_block, "names block 3, which is another's"),
         (node_of_a_free_block, "block 9 has the node .* which names another block"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from kv_content import Sim
 
 from octavo.kv import NO_GROWTH, Growth, KVCacheManager, SeqDemand
+from octavo.kv.node import Node
 from octavo.outputs import RequestKVUsage
 from octavo.plan import BlockCopy
 
@@ -229,6 +232,69 @@ def test_what_was_found_is_told_by_whose_it_was() -> None:
     assert (stats.queries, stats.query_tokens, stats.hit_tokens) == (2, 12 + 10, 9)
     assert (stats.resumed_tokens, stats.forked_tokens) == (10, 10)
     assert stats.hit_rate == 9 / 22
+    sim.drain()
+
+
+def test_what_a_sibling_finds_that_starts_later_counts_as_forked() -> None:
+    sim = Sim(12, 4)
+    first = sim.add(0, A[:10], request_id="r")
+    sim.run(first)
+    sim.run(sim.add(1, A[:10], request_id="r"))
+    usage = sim.kv.request_usage("r")
+    assert (usage.cached_tokens, usage.resumed_tokens, usage.forked_tokens) == (0, 0, 8)
+    sim.preempt(first, to_host=False)
+    sim.run(first)
+    assert sim.kv.request_usage("r").resumed_tokens == 9
+    stats = sim.kv.cache_stats()
+    assert (stats.queries, stats.hit_tokens, stats.forked_tokens) == (1, 0, 8)
+    sim.drain()
+
+
+def test_a_waiting_prompt_is_compared_once() -> None:
+    """Asked again, its way down the tree is looked at and not searched."""
+    sim = Sim(50, 4)
+    tokens = A[:40] * 4
+    runs = sim.add(0, [*tokens, 1])
+    sim.run(runs)
+    waits = sim.add(1, [*tokens, *B[:100]])
+    searched: list[object] = []
+    children = {node: node.children for node in sim.kv._cache.tree.walk()}
+
+    class Spy(dict[bytes, Node]):
+        def get(self, key: bytes, default: object = None) -> Any:
+            searched.append(key)
+            return super().get(key, default)
+
+    for node, known in children.items():
+        node.children = Spy(known)
+    assert not sim.kv.can_admit(waits.demand())
+    assert len(searched) == 40  # not of the root, whose children are no spy
+    searched.clear()
+    for _ in range(10):
+        sim.kv.begin_step()
+        assert not sim.kv.can_admit(waits.demand())
+    assert len(searched) == 10
+    sim.end(runs)
+    assert sim.kv._cache.num_shared(waits.demand(), ("", "")) == 0  # there, but nobody's
+    assert sim.run(waits) == 160
+    sim.drain()
+
+
+def test_a_way_that_was_forgotten_and_grew_again_is_found() -> None:
+    sim = Sim(8, 4)
+    first = sim.add(0, A[:17])
+    sim.run(first)
+    waits = sim.add(1, [*A[:16], *B[:24]])
+    assert not sim.can_admit(waits)
+    sim.end(first)
+    sim.kv.reset_cache()
+    again = sim.add(2, A[:17])
+    sim.run(again)
+    assert not sim.can_admit(waits)
+    assert sim.kv._cache.num_shared(waits.demand(), ("", "")) == 4
+    sim.kv.resize(11)
+    assert sim.can_admit(waits)
+    assert sim.run(waits) == 16
     sim.drain()
 
 

@@ -147,11 +147,14 @@ class PrefixMachine(RuleBasedStateMachine):
     def plan(self, data: st.DataObject) -> None:
         """One plan, as a scheduler makes it."""
         self.kv.begin_step()
+        num_reads = self.sim.disk.num_reads
         served: set[int] = set()
         if data.draw(st.integers(0, 3)) == 3:
             self.serve_together(data, served)
         self.serve_running(data, served)
         self.admit(data)
+        if self.sim.most_fetched is not None:
+            assert self.sim.disk.num_reads - num_reads <= self.sim.most_fetched
         self.sim.plan()
 
     def next_end(self, seq: Seq, data: st.DataObject) -> int | None:
@@ -414,6 +417,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def counts(self) -> None:
         if hasattr(self, "sim"):
             self.sim.check_counts()
+            assert 2 * self.kv.num_pinned_blocks <= self.kv.num_blocks
             if self.max_disk_blocks and not self.sim.under_way and not self.sim.shares:
                 assert len(self.sim.disk.files) <= self.sim.max_disk_blocks
 
@@ -463,6 +467,7 @@ class DiskMachine(PrefixMachine):
             sim.plan()
             sim.catch_up()
         sim.max_disk_blocks = data.draw(st.integers(1, self.max_disk_blocks))
+        sim.most_fetched = data.draw(st.sampled_from([None, None, 1, 2]))
         sim.boot(data.draw(self.pool_sizes))
         assert len(sim.disk.files) <= sim.max_disk_blocks
         self.was_reset = False

@@ -93,10 +93,10 @@ def test_too_many_blocks_in_use_are_refused_with_their_number() -> None:
     sim.run(sim.add(0, A[:12]))
     ended(sim, 1, B[:8])
     pin = sim.kv.pin(B[:8])
-    assert sim.kv.resize_shortfall(3) == 2
-    message = r"from 8 to 3 blocks: 5 are in use, 2 of them pinned; 2 must be released first"
+    assert sim.kv.resize_shortfall(4) == 1
+    message = r"from 8 to 4 blocks: 5 are in use, 2 of them pinned; 1 must be released first"
     with pytest.raises(CapacityError, match=message):
-        sim.kv.resize(3)
+        sim.kv.resize(4)
     assert sim.kv.num_blocks == 8
     assert sim.kv.resize(5) == []
     sim.kv.unpin(pin.pin_id)
@@ -109,13 +109,33 @@ def test_pinned_blocks_move() -> None:
     sim = Sim(8, 4)
     ended(sim, 0, A[:8])
     ended(sim, 1, B[:8])
-    pin = sim.kv.pin(B[:8])
-    assert sim.kv.resize(2) == [(2, 0), (3, 1)]
+    ended(sim, 2, C[:16])
+    pin = sim.kv.pin(C[:8])
+    before = list(sim.kv._pins.blocks[pin.pin_id])
+    moves = dict(sim.kv.resize(4))
+    assert sim.kv._pins.blocks[pin.pin_id] == [moves.get(i, i) for i in before]
+    assert set(before) & set(moves)
     sim.execute()
     sim.kv.check_integrity()
-    assert sim.kv.max_tokens_of_one_sequence == 0
+    assert sim.kv.max_tokens_of_one_sequence == 8
     sim.kv.unpin(pin.pin_id)
-    assert sim.run(sim.add(2, B[:8])) == 7
+    assert sim.run(sim.add(3, C[:8])) == 7
+
+
+def test_pins_keep_to_half_of_a_smaller_pool() -> None:
+    sim = Sim(8, 4)
+    ended(sim, 0, A[:16])
+    pin = sim.kv.pin(A[:12])
+    assert sim.kv.resize_shortfall(5) == 0
+    for refuse in (sim.kv.check_size, sim.kv.resize):
+        with pytest.raises(CapacityError, match=r"3 are pinned, .* half, 2; .* at least 6"):
+            refuse(5)
+    assert sim.kv.num_blocks == 8
+    sim.kv.check_size(6)
+    sim.kv.resize(6)
+    assert sim.kv.num_pinned_blocks == 3
+    sim.kv.unpin(pin.pin_id)
+    sim.kv.check_size(1)
 
 
 def test_usage_follows_moved_blocks() -> None:

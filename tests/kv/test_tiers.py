@@ -7,9 +7,11 @@ from kv_content import Sim
 
 from octavo.errors import ConfigError
 from octavo.kv import KVCacheManager, Preempted, RestoreCost
-from octavo.kv.node import Node
-from octavo.kv.tiers import PLANS_UNDER_WAY, HostTier
-from octavo.plan import BlockCopy, CopyKind
+from octavo.kv import cold as cold_module
+from octavo.kv.cold import block_digest, root_digest
+from octavo.kv.node import Node, block_key
+from octavo.kv.tiers import HostTier
+from octavo.plan import PLANS_UNDER_WAY, BlockCopy, CopyKind
 
 A, B, C, D = (list(range(i * 100, i * 100 + 60)) for i in range(1, 5))
 WITHIN, TO_HOST, FROM_HOST = CopyKind.WITHIN, CopyKind.TO_HOST, CopyKind.FROM_HOST
@@ -166,6 +168,60 @@ def test_recompute_leaves_the_blocks_to_the_cache() -> None:
     assert sim.kv.ledger().cached == 12
     assert sim.run(victim) == 9
     sim.drain()
+
+
+def test_blocks_that_a_group_shared_are_moved_and_counted_with_its_last() -> None:
+    sim = Sim(8, 4, num_host_blocks=6)
+    parent = sim.add(0, A[:10])
+    sim.run(parent)
+    child = sim.fork(parent, 1)
+    moved = []
+    for seq in (parent, child):
+        moved.append(sim.kv.preempt(seq.seq_id, True))
+        seq.is_running, seq.was_preempted = False, True
+    assert moved == [Preempted(0, 0, 0), Preempted(3, 10, 0)]
+    assert [copy.kind for copy in sim.kv._pool.copies] == [TO_HOST] * 3
+    assert sim.kv.cache_stats().swapped_out == 3
+    sim.execute()
+    ran(sim, 2, B[:32])
+    for seq in (parent, child):
+        seq.tokens.append(7)
+        assert sim.run(seq) == 10
+    # Nothing new but two tails: what is on the host already is not moved again.
+    again = [sim.kv.preempt(seq.seq_id, True) for seq in (parent, child)]
+    assert sum(one.tokens_moved for one in again) == 3
+    assert sum(one.tokens_lost for one in again) == 0
+    for seq in (parent, child):
+        seq.is_running = False
+    sim.execute()
+    sim.drain()
+
+
+def test_what_the_tree_has_forgotten_is_lost_and_not_held() -> None:
+    sim = Sim(8, 4, num_host_blocks=6)
+    seq = sim.add(0, A[:4])
+    sim.run(seq)
+    sim.kv.reset_cache()
+    table = sim.kv._tables[0]
+    table.last_node, table.num_registered = Node(None, block_key(A, 0, 4)), 1
+    assert sim.kv.preempt(0, True) == Preempted(1, 0, 4)
+    assert sim.kv._holds.nodes[0] == []
+    seq.is_running, seq.was_preempted = False, True
+    sim.drain()
+
+
+def test_the_tail_of_a_preempted_sequence_is_found_in_the_same_step() -> None:
+    for to_host in (False, True):
+        sim = Sim(8, 4, num_host_blocks=6)
+        victim = sim.add(0, A[:7])
+        sim.run(victim)
+        sim.kv.begin_step()
+        sim.preempt(victim, to_host)
+        other = sim.add(1, A[:9])
+        assert sim.start(other) == 7
+        assert sim.grow(other, 9)
+        sim.execute()
+        sim.drain()
 
 
 # -- offload
@@ -364,6 +420,116 @@ def test_orphans_are_found_when_their_parent_is_computed_again() -> None:
     assert ran(sim, 1, A[:4]) == 0
     assert ran(sim, 2, A[:16]) == 15
     sim.drain()
+
+
+def left_on_disk(num_prompts: int, num_blocks: int, **more: object) -> Sim:
+    """A new process over a disk with prompts that begin differently, and agree from then on."""
+    most = num_prompts * num_blocks
+    sim = Sim(most + 1, 4, num_host_blocks=2, max_disk_blocks=most)
+    for number in range(num_prompts):
+        ran(sim, number, [number, *A[: 4 * num_blocks - 1]], **more)
+    assert sim.kv.flush_to_disk() == most
+    sim.execute()
+    sim.boot(most + 1)
+    return sim
+
+
+def test_only_what_is_looked_for_enters_the_tree() -> None:
+    sim = left_on_disk(10, 5)
+    tree, disk = sim.kv._cache.tree, sim.kv._cache.cold.disk
+    assert not tree.roots and len(disk) == 50
+    seq = sim.add(99, [3, *A[:12], 1])
+    assert sim.can_admit(seq)
+    assert sim.kv.can_admit(seq.demand(), keep_free=50) is False
+    assert not tree.roots, "a question changed something"
+    assert sim.run(seq) == 12
+    assert len(list(tree.walk())) == 3  # no other prompt, and not what follows
+    assert sum(len(siblings) for siblings in disk.orphans.values()) == 50 - 3
+    # A beginning is found too, if it is at least half of a block.
+    assert sim.run(sim.add(98, [4, A[0], A[1], 7, 7])) == 3
+    assert sim.run(sim.add(97, [5, 7, 7, 7, 7])) == 0
+    assert ran(sim, 96, [50, *A[:6]]) == 0
+    sim.drain()
+
+
+def test_a_root_is_not_made_for_what_is_not_on_disk() -> None:
+    sim = left_on_disk(2, 2)
+    seq = sim.add(99, B[:9])
+    sim.kv.begin_step()
+    assert sim.start(seq) == 0
+    assert not sim.kv._cache.tree.roots
+    sim.end(seq)
+    sim.drain()
+
+
+def test_a_block_that_an_earlier_process_left_is_not_written_again() -> None:
+    sim = left_on_disk(1, 3)
+    cold = sim.kv._cache.cold
+    # Registered without being looked for: it must not be a second file.
+    seq = sim.add(99, [0, *A[:11]], max_hit_tokens=0)
+    sim.run(seq)
+    sim.end(seq)
+    assert len(cold.disk.orphans) == 3
+    assert sim.kv.flush_to_disk() == 0
+    assert not cold.disk.orphans and len(sim.disk.files) == 3
+    sim.drain()
+
+
+def test_a_step_reads_a_bounded_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold_module, "MAX_FETCH_BYTES", 2 * 4)  # a token is a byte here
+    sim = left_on_disk(3, 5)
+    first, second = (sim.add(i, [i, *A[:19]]) for i in (0, 1))
+    sim.kv.begin_step()
+    assert sim.start(first) == 8
+    assert sim.disk.num_reads == 2
+    assert sim.start(second) == 0
+    assert sim.disk.num_reads == 2
+    assert sim.grow(first, 20) and sim.grow(second, 20)
+    sim.execute()
+    assert sim.run(sim.add(2, [2, *A[:19]])) == 8  # another step
+    assert sim.disk.num_reads == 4
+    misses = sim.kv.request_usage("r2").misses
+    assert [(miss.first_block, miss.num_blocks) for miss in misses] == [(2, 3)]
+    sim.drain()
+
+
+def test_damaged_blocks_count_as_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold_module, "MAX_FETCH_BYTES", 1)  # one block at least
+    sim = left_on_disk(3, 5)
+    sim.disk.damaged.update(sim.disk.files)
+    sim.kv.begin_step()
+    for number in range(3):
+        assert sim.start(sim.add(number, [number, *A[:19]])) == 0
+    assert sim.disk.num_reads == 1
+    assert sim.kv.check_integrity() is None
+
+
+def test_no_salt_has_the_digest_of_a_block() -> None:
+    """A salt whose bytes are what a block's digest is made of."""
+    root = root_digest("")
+    for number in range(100_000):
+        tokens = [number, 1, 2, 3]
+        parent, key = block_digest(root, block_key(tokens, 0, 4)), block_key(A, 0, 4)
+        try:
+            salt = (parent + key).decode()
+        except UnicodeDecodeError:
+            continue
+        break
+    else:
+        raise AssertionError("no digest is UTF-8")
+    assert root_digest(salt) != block_digest(parent, key)
+    sim = Sim(8, 4, num_host_blocks=2, max_disk_blocks=8)
+    ran(sim, 0, [*tokens, *A[:4], *B[:4]])
+    assert sim.kv.flush_to_disk() == 3
+    sim.execute()
+    sim.boot(8)
+    assert ran(sim, 1, B[:5], salt=salt) == 0
+    assert ran(sim, 2, [*tokens, *A[:4], *B[:4]]) == 11
+    sim.drain()
+
+
+def test_a_salt_that_is_no_text_has_a_digest() -> None:
+    assert root_digest("\ud800") != root_digest("\udfff")
 
 
 def test_resetting_the_cache_empties_all_tiers_but_what_waits() -> None:

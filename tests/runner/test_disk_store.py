@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import queue
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octavo.plan import BlockLabel
+from octavo.plan import PLANS_UNDER_WAY, BlockLabel
 from octavo.runner import disk_store as module
 from octavo.runner.disk_file import VERSION
 from octavo.runner.disk_store import DiskStore, open_disk_store
@@ -122,11 +123,50 @@ def test_what_was_fetched_can_be_taken_as_often(open_store: Open) -> None:
     assert store.fetch(1) and store.fetch(1)
     store.delete(1)  # promoted: it left the disk before the copy was carried out
     assert store.take(1) is not None and store.take(1) is not None and store.take(1) is None
-    # What a plan did not take is held until the next plan is through, and no longer.
+    # What a plan did not take is held until that plan is through, whichever it was.
     assert store.fetch(2)
-    store.settle()
-    store.settle()
+    for _ in range(PLANS_UNDER_WAY + 1):
+        store.settle()
     assert store.take(2) is None
+
+
+@pytest.mark.parametrize("num_ahead", [1, 3, PLANS_UNDER_WAY])
+def test_a_block_is_kept_while_earlier_plans_are_carried_out(
+    open_store: Open, num_ahead: int
+) -> None:
+    """Each plan fetches a block while `num_ahead` earlier ones are not carried out yet."""
+    store = open_store()
+    put(store, *range(12))
+    store.flush()
+    for plan in range(12):
+        assert store.fetch(plan)
+        if plan >= num_ahead:
+            assert store.take(plan - num_ahead) is not None
+            store.settle()
+
+
+def test_plans_are_made_and_carried_out_by_two_threads(open_store: Open) -> None:
+    store = open_store()
+    put(store, 0, 1, 2)
+    store.flush()
+    fetched: queue.Queue[int] = queue.Queue(PLANS_UNDER_WAY - 1)
+    wrong: list[int] = []
+
+    def carry_out() -> None:
+        for _ in range(300):
+            disk_id = fetched.get()
+            taken = store.take(disk_id)
+            if taken is None or not np.array_equal(taken, data_of(disk_id)):
+                wrong.append(disk_id)
+            store.settle()
+
+    runner = threading.Thread(target=carry_out)
+    runner.start()
+    for number in range(300):
+        assert store.fetch(number % 3)
+        fetched.put(number % 3)
+    runner.join()
+    assert not wrong and not store._fetched
 
 
 def header_bytes(path: Path) -> int:

@@ -98,7 +98,7 @@ def test_all_kinds_in_order(copies: list[BlockCopy]) -> None:
         assert (disk.blocks[i].view(np.float32) == value).all()
     moved = [c for c in copies if c.kind in (CopyKind.TO_HOST, CopyKind.FROM_HOST)]
     assert traffic.num_blocks == len(moved) and (traffic.seconds > 0) == bool(moved)
-    assert disk.num_settled == bool(copies)
+    assert disk.num_settled == 1
 
 
 pairs = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=30)
@@ -138,6 +138,14 @@ def test_runs_are_as_long_as_they_can_be() -> None:
     twice = [BlockCopy(0, 1), BlockCopy(2, 1)]
     assert [len(run) for run in untangled(twice, same_memory=False)] == [1, 1]
     assert [len(run) for run in untangled([BlockCopy(3, 0), BlockCopy(3, 1)], True)] == [2]
+
+
+def test_every_plan_is_settled() -> None:
+    """Copies or none: blocks that were fetched and not taken age by plans."""
+    store = small_store(2, 2, disk=MemoryFiles())
+    for copies in ([], [BlockCopy(0, 1)], []):
+        assert store.copy(copies).num_blocks == 0
+    assert store.disk.num_settled == 3
 
 
 def test_a_missing_tier_or_block_is_an_invariant() -> None:
@@ -258,14 +266,17 @@ def test_all_kinds_on_a_gpu() -> None:
         for i in range(NUM):
             store.data[i], store.host[i] = float(i), float(10 + i)
             store.disk.blocks[i] = np.full(8, 20 + i, dtype=np.float32).view(np.uint8)
-        assert store.copy(copies).num_blocks == 160
-    on_cpu, on_gpu = stores
+        on_cpu = store.data.device.type == "cpu"
+        traffic = store.copy(copies)
+        assert traffic.num_blocks == (160 if on_cpu else 0)
+        assert (traffic.seconds > 0) == on_cpu  # elsewhere copies only get queued
+    in_memory, on_gpu = stores
     torch.cuda.synchronize()
     assert on_gpu.host.is_pinned() and on_gpu.max_blocks == NUM
-    assert torch.equal(on_cpu.data[:NUM], on_gpu.data.cpu())
-    assert torch.equal(on_cpu.host, on_gpu.host)
-    assert all((on_cpu.disk.blocks[i] == on_gpu.disk.blocks[i]).all() for i in range(NUM))
+    assert torch.equal(in_memory.data[:NUM], on_gpu.data.cpu())
+    assert torch.equal(in_memory.host, on_gpu.host)
+    assert all((in_memory.disk.blocks[i] == on_gpu.disk.blocks[i]).all() for i in range(NUM))
     assert on_gpu.resize(9) and on_gpu.num_blocks == 9
-    assert torch.equal(on_cpu.data[:NUM], on_gpu.data[:NUM].cpu())
-    assert on_gpu.resize(2) and torch.equal(on_cpu.data[:2], on_gpu.data.cpu())
+    assert torch.equal(in_memory.data[:NUM], on_gpu.data[:NUM].cpu())
+    assert on_gpu.resize(2) and torch.equal(in_memory.data[:2], on_gpu.data.cpu())
     assert on_gpu.host_copy_speed() > 0

@@ -185,7 +185,8 @@ class ReplicaRunner:
         return StepResult(plan.step_id, sampled, self._prompt_logprobs(plan), beams)
 
     def fail(self, plan: StepPlan, *, late: bool) -> None:
-        """Fail in a plan, before or after all that comes before computing."""
+        """Fail in a plan, before or after all that comes before computing. Nobody knows what is
+        in the blocks that it was to write."""
         assert plan.step_id == self.next_step_id
         self.next_step_id += 1
         if late:
@@ -194,6 +195,18 @@ class ReplicaRunner:
             for copy in plan.copies:
                 self._copy(copy)
             self._apply_tables(plan)
+        for share in plan.seqs:
+            seq = self.seqs.get(share.seq_id)
+            block_ids = [] if seq is None else list(seq.block_ids)
+            if not late:
+                block_ids += share.new_block_ids
+                if share.replaced is not None:
+                    block_ids[share.replaced[0]] = share.replaced[1]
+            for block_id in block_ids[share.start // self.block_size :]:
+                self.pool[block_id] = [None] * self.block_size
+        for copy in plan.copies:
+            if not late and copy.kind in (CopyKind.WITHIN, CopyKind.FROM_HOST, CopyKind.FROM_DISK):
+                self.pool[copy.dst] = [None] * self.block_size
         self.has_failed = True
 
     def resize(self, num_blocks: int) -> None:

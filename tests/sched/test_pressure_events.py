@@ -116,7 +116,7 @@ def test_who_is_admitted_at_the_first_chance_has_not_waited() -> None:
     log.wait_over("now", 3.0, 3.0)
     log.wait_over("urgent", 3.5, 4.0)  # came after the line was blocked, and was let past it
     log.wait_over("later", 4.0, 4.1)
-    assert told(log) == [("b", 1.5, 3.0, "full")]
+    assert told(log) == [("b", 1.5, 3.0, "full (the last reason)")]
 
 
 def test_the_head_is_told_the_last_reason_and_the_others_how_many_went_before() -> None:
@@ -126,15 +126,15 @@ def test_the_head_is_told_the_last_reason_and_the_others_how_many_went_before() 
     for name in "abc":
         log.wait_over(name, 0.5, 3.0)
     assert told(log) == [
-        ("a", 0.5, 3.0, "no room"),
-        ("b", 0.5, 3.0, "behind another; first a: no room"),
-        ("c", 0.5, 3.0, "behind 2 others; first a: no room"),
+        ("a", 0.5, 3.0, "no room (the last reason)"),
+        ("b", 0.5, 3.0, "behind request a: no room (the last reason)"),
+        ("c", 0.5, 3.0, "behind 2 others, first request a: no room (the last reason)"),
     ]
     log.line_blocked("d", "no seat", 3.0)
     log.wait_over("d", 0.5, 4.0)
     log.wait_over("e", 0.5, 4.0)
-    assert log.events("d")[0].why == "no seat"
-    assert log.events("e")[0].why == "behind another; first d: no seat"
+    assert log.events("d")[0].why == "no seat (the last reason)"
+    assert log.events("e")[0].why == "behind request d: no seat (the last reason)"
 
 
 def test_who_gives_up_in_line_is_an_event_too() -> None:
@@ -144,8 +144,8 @@ def test_who_gives_up_in_line_is_an_event_too() -> None:
     log.wait_over("b", 0.6, 2.5)
     log.wait_over("c", 2.2, 2.5)
     assert told(log) == [
-        ("a", 0.5, 2.0, "no room; aborted"),
-        ("b", 0.6, 2.5, "behind another; first a: no room"),
+        ("a", 0.5, 2.0, "no room (the last reason); aborted"),
+        ("b", 0.6, 2.5, "behind request a: no room (the last reason)"),
     ]
 
 
@@ -156,8 +156,8 @@ def test_waits_that_go_on_are_told_when_asked_and_kept_nowhere() -> None:
     log.line_blocked("a", "no room", 1.0)
     expected = [
         ("a", 0.5, None, "no room"),
-        ("b", 0.5, None, "behind another; first a: no room"),
-        ("c", 0.9, None, "behind 2 others; first a: no room"),
+        ("b", 0.5, None, "behind request a: no room"),
+        ("c", 0.9, None, "behind 2 others, first request a: no room"),
     ]
     assert told(log, waiting=waiting, now_s=2.0) == expected
     assert told(log, waiting=waiting, now_s=2.0, request_id="c") == expected[2:]
@@ -200,6 +200,8 @@ def test_an_event_is_one_line_for_people() -> None:
         "     1.250 s  preempted request a, 4 sequences (recompute) for request b: "
         "last come : of 3; 7 tokens moved, 30 lost; until 2.000 s (0.750 s)"
     )
+    itself = preemption("a", 1.25, by="a")
+    assert str(itself) == "     1.250 s  preempted request a (recompute) for itself: because"
     assert str(make_event(EventKind.STORM, None, 2.0)) == "     2.000 s  storm     engine: because"
 
 

@@ -118,9 +118,7 @@ def test_the_requester_goes_last(memory: FakeMemory, four: list[Unit]) -> None:
     policy = make_policy(memory, "lowest-cost")
     victim = policy.choose(four[3], [four[3]], is_alone=False)
     assert victim is not None and victim.sequences == four[3]
-    assert victim.why == (
-        "nobody who came later is left: it goes itself; recompute 20 tokens x 1 ms = 20 ms"
-    )
+    assert victim.why == ("nobody who came later is left; recompute 20 tokens x 1 ms = 20 ms")
     assert policy.choose(four[3], [], is_alone=False) == victim
 
 
@@ -214,6 +212,19 @@ def test_lowest_cost_counts_what_the_mode_and_the_room_make_of_it(memory: FakeMe
     assert cheapest("swap") == cheapest("auto") == units[1]
     memory.room = 1  # neither can be swapped
     assert cheapest("swap") == cheapest("auto") == units[2]
+
+
+def test_lowest_cost_looks_at_the_last_few_only(memory: FakeMemory) -> None:
+    asked: list[int] = []
+    told = memory.restore_cost
+    memory.restore_cost = lambda *ids: (asked.extend(ids), told(*ids))[1]  # type: ignore
+    units = [make_unit(memory, i, (1000 + i, 5)) for i in range(100)]
+    units.append(make_unit(memory, 100, (1, 0)))  # would free nothing
+    victim = choice(make_policy(memory, "lowest-cost"), units)
+    assert victim.sequences == units[84] and set(asked) == set(range(84, 101))
+    assert victim.why.startswith(
+        "cheapest to bring back of the last 16 that free any of 100 not served yet; recompute 1084"
+    )
 
 
 @given(

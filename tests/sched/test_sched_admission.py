@@ -8,6 +8,7 @@ import pytest
 from sched_support import (
     assert_drained,
     drain,
+    make_beams,
     make_request,
     make_runner,
     make_scheduler,
@@ -120,3 +121,39 @@ def test_an_idle_pool_is_given_whole() -> None:
     scheduler, _ = make_scheduler(10, 4, watermark=0.5, max_num_batched_tokens=64)
     scheduler.add(make_request("a", 39, max_tokens=1))
     assert shares(run_step(scheduler)[0]) == [(0, 0, 39, True)]
+
+
+@pytest.mark.parametrize(("num_blocks", "fewer"), [(13, 10), (10, 6), (7, 2), (5, 2)])
+def test_beams_are_told_how_many_tokens_fit(num_blocks: int, fewer: int) -> None:
+    """10 tokens of prompt fill 2 blocks of 4, which the beams share; what is over they do not."""
+    scheduler, _ = make_scheduler(num_blocks, 4)
+    says = f"lower max_tokens to at most {fewer}, or beam_width, or raise"
+    with pytest.raises(RequestCapacityError, match=says) as caught:
+        scheduler.add(make_beams("a", 10, 3, max_tokens=fewer + 1))
+    assert caught.value.parameter == "max_tokens"
+    scheduler.add(make_beams("a", 10, 3, max_tokens=fewer))
+
+
+def test_beams_that_do_not_fit_at_all_are_told_so() -> None:
+    scheduler, _ = make_scheduler(4, 4)
+    with pytest.raises(RequestCapacityError, match="lower beam_width, or raise") as caught:
+        scheduler.add(make_beams("a", 10, 3, max_tokens=1))
+    assert caught.value.parameter == "beam_width"
+
+
+def test_refusals_tell_of_pinned_blocks() -> None:
+    scheduler, kv = make_scheduler(8, 16, enable_prefix_caching=True)
+    first = make_request("first", 33, max_tokens=1)
+    scheduler.add(first)
+    drain(scheduler, make_runner(kv), 9)
+    pin = kv.pin(first.prompt_token_ids)
+    assert pin.num_blocks == 2
+    less = re.escape("8 blocks of 16, less 2 pinned (unpin_prefix frees them), holds for one seq")
+    with pytest.raises(RequestCapacityError, match=f"exceed the 96 that the KV pool of {less}"):
+        scheduler.add(make_request("b", 50, max_tokens=101))
+    less = re.escape("exceed the 6 that the KV pool, less 2 pinned (unpin_prefix frees them), has")
+    with pytest.raises(RequestCapacityError, match=less):
+        scheduler.add(make_beams("b", 16, 3, max_tokens=40))
+    kv.unpin(pin.pin_id)
+    with pytest.raises(RequestCapacityError, match=r"the 128 that .* 8 blocks of 16 holds"):
+        scheduler.add(make_request("b", 50, max_tokens=101))

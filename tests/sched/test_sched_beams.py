@@ -21,7 +21,10 @@ from sched_support import (
 )
 
 from octavo.errors import RequestCapacityError
+from octavo.events import EventKind
 from octavo.kv import KVCacheManager
+from octavo.kv.paged import PagedPolicy
+from octavo.kv.table import BlockTable
 from octavo.plan import BeamCandidate, StepPlan, StepResult
 from octavo.request import FinishReason, Request
 from octavo.sched import Scheduler, SeqUpdate
@@ -258,7 +261,7 @@ def test_a_search_comes_back_into_the_room_it_was_promised(
     for _ in range(5):
         updates += scheduler.update(runner.execute(must_plan(scheduler)), 0.0)
     for _ in range(3):
-        assert scheduler._pressure.preempt_last()
+        assert scheduler._pressure.shrink(1, 1)
         for _ in range(2):
             updates += scheduler.update(runner.execute(must_plan(scheduler)), 0.0)
     updates += drain(scheduler, runner, 300)
@@ -375,4 +378,45 @@ def test_all_kinds_in_one_step(prefix_caching: bool, num_blocks: int, budget: in
         assert most_at_once >= 4
     else:
         assert scheduler.num_preemptions > 0
+    assert_drained(kv)
+
+
+def test_a_search_that_ends_for_lack_of_room_is_not_in_the_plan_that_ends_it() -> None:
+    """One of its beams came back in that plan; the next one finds no room even alone."""
+    kv = KVCacheManager(12, 4, enable_prefix_caching=True)
+    scheduler, _ = make_scheduler(kv=kv, policy="priority", max_num_batched_tokens=64)
+    runner = ReplicaRunner(12, 4, max_tokens=64, max_seqs=8)
+    scheduler.add(make_beams("ayz", 3, 3, max_tokens=12, priority=5))
+    for _ in range(11):
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        scheduler.update(runner.execute(plan), 0.0)
+    assert scheduler._pressure.shrink(1, 1)
+    scheduler.add(make_request("b", 25, max_tokens=1, priority=0))
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    scheduler.update(runner.execute(plan), 0.0)
+    kv.pin(make_request("b", 25).prompt_token_ids[:24])  # behind the scheduler's back
+    drain(scheduler, runner, 80)
+    assert any(event.kind is EventKind.CUT_SHORT for event in scheduler.events("ayz"))
+
+
+def test_beams_that_cannot_be_copied_give_way_together_and_that_is_told() -> None:
+    class CopiesFail(PagedPolicy):
+        num_left = 3
+
+        def fork(self, parent: BlockTable, child: BlockTable) -> bool:
+            self.num_left -= 1
+            return self.num_left < 0 and super().fork(parent, child)
+
+    request = make_beams("a", 6, 3, max_tokens=8)
+    kv = KVCacheManager(32, 4, CopiesFail())
+    scheduler, _ = make_scheduler(kv=kv)
+    scheduler.add(request)
+    updates = drain(scheduler, make_runner(kv), 60)
+    assert [u.token_ids for u in updates] == [beam.token_ids for beam in lonely_beams(request)]
+    events = scheduler.events("a")
+    assert events and {event.kind for event in events} == {EventKind.PREEMPTED}
+    assert events[0].by == "a" and events[0].until_s is not None
+    assert events[0].why.startswith("no room to copy 2 of its 3 beams, ")
     assert_drained(kv)

@@ -2,7 +2,8 @@
 
 Random requests, samples, beams, priorities, common prefixes, salts, ends and aborts at any moment,
 up to three plans under way, pools of 3 to 200 blocks that change their size, with and without
-prefix cache and host memory, all ways of preemption, steps that fail. The replica
+prefix cache, host memory and disk, pinned prefixes, all ways of preemption, steps that fail and
+leave nothing in the blocks they were to write. The replica
 rebuilds everything from plans, so that any inconsistency shows; every sequence must generate
 exactly what it generates alone, and a search must find what it finds alone (I4); in the end all
 of them have ended within bounded steps (I5) and the pool is empty (I3).
@@ -10,6 +11,7 @@ of them have ended within bounded steps (I5) and the pool is empty (I3).
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 
 from hypothesis import settings
@@ -26,7 +28,7 @@ from sched_support import (
 
 from octavo.errors import CapacityError, InvalidRequestError, RequestCapacityError
 from octavo.kv import KVCacheManager
-from octavo.plan import StepResult
+from octavo.plan import BlockLabel, StepResult
 from octavo.request import FinishReason, Request
 from octavo.sched import RequestStats, Scheduler, SeqUpdate
 
@@ -49,6 +51,23 @@ class Live:
         self.scores = (beam.cum_logprob, beam.score)
 
 
+class Disk:
+    """What the replica wrote, but for what was deleted. Nothing is there at the start."""
+
+    def __init__(self) -> None:
+        self.files: dict[int, list[int | None]] = {}
+        self.deleted: set[int] = set()
+
+    def entries(self) -> list[tuple[int, BlockLabel]]:
+        return []
+
+    def fetch(self, disk_id: int) -> bool:
+        return disk_id in self.files and disk_id not in self.deleted
+
+    def delete(self, disk_id: int) -> None:
+        self.deleted.add(disk_id)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         is_tight=st.booleans(),
@@ -59,8 +78,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len=st.integers(2, 80),
         policy=st.sampled_from(["fcfs", "priority"]),
         watermark=st.sampled_from([0.0, 0.0, 0.01, 0.2, 0.6]),
-        prefix_caching=st.booleans(),
-        num_host_blocks=st.sampled_from([0, 0, 4, 60]),
+        prefix_caching=st.sampled_from([True, True, False]),
+        num_host_blocks=st.sampled_from([0, 2, 4, 60]),
+        max_disk_blocks=st.sampled_from([0, 3, 60]),
         mode=st.sampled_from(["recompute", "swap", "swap", "auto"]),
         victim=st.sampled_from(["last-come", "lowest-cost", "priority"]),
         is_quiet=st.booleans(),
@@ -77,6 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         watermark: float,
         prefix_caching: bool,
         num_host_blocks: int,
+        max_disk_blocks: int,
         mode: str,
         victim: str,
         is_quiet: bool,
@@ -84,11 +105,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         if is_tight:  # many preemptions
             num_blocks = 3 + num_blocks % 8
             max_num_seqs, max_model_len, watermark = max_num_seqs + 3, 1000, 0.0
+        disk = Disk() if prefix_caching and num_host_blocks and max_disk_blocks else None
         self.kv = KVCacheManager(
             num_blocks,
             block_size,
             enable_prefix_caching=prefix_caching,
             num_host_blocks=num_host_blocks,
+            disk=disk,
+            max_disk_blocks=max_disk_blocks if disk else 0,
         )
         max_tokens = max_num_seqs + extra_tokens
         self.scheduler = Scheduler(
@@ -102,15 +126,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             preemption_victim=victim,  # type: ignore[arg-type]
         )
         self.policy = policy
+        self.prefix_caching = prefix_caching
         self.max_model_len = max_model_len
         self.most = min(max_model_len, num_blocks * block_size)
-        self.has_shrunk = False
+        self.may_cut = False
+        """Requests without max_tokens: the pool has shrunk, or a prefix was pinned."""
         self.is_tight = is_tight
         self.is_quiet = is_quiet
         """Nothing fails, and the pool stays as it is."""
         self.runner = ReplicaRunner(
             num_blocks, block_size, max_tokens=max_tokens, max_seqs=max_num_seqs
         )
+        if disk is not None:
+            disk.files = self.runner.disk
+        self.pins: list[int] = []
+        self.prompts: list[tuple[list[int], str]] = []
+        """The last of those that were computed and may be found."""
         self.max_num_seqs = max_num_seqs
         self.under_way: deque[StepResult] = deque()
         self.live: dict[tuple[str, int], Live] = {}
@@ -168,17 +199,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             arrival_s=self.now_s,
         )
         total = num_prompt + (max_tokens or 1)
+        most = self.most_for(request)
         try:
             stats = self.scheduler.add(request)
         except RequestCapacityError as error:
-            assert total > self.most
-            assert error.parameter == ("prompt" if num_prompt >= self.most else "max_tokens")
+            assert total > most
+            assert error.parameter == ("prompt" if num_prompt >= most else "max_tokens")
             return
         except InvalidRequestError as error:
             assert name in self.live_ids and error.parameter == "request_id"
             return
-        assert total <= self.most and name not in self.live_ids
-        self.note(request, stats, self.most if max_tokens is None else total)
+        assert total <= most and name not in self.live_ids
+        self.note(request, stats, most if max_tokens is None else total)
 
     @rule(
         name=st.sampled_from("abcdefghij"),
@@ -225,13 +257,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         try:
             stats = self.scheduler.add(request)
         except RequestCapacityError:
-            is_large = total > self.most or num_blocks > self.kv.num_blocks
+            most = self.most_for(request)
+            is_large = total > most or num_blocks + self.num_lost(request) > self.kv.num_blocks
             assert is_large or width > self.max_num_seqs
             return
         except InvalidRequestError as error:
             assert name in self.live_ids and error.parameter == "request_id"
             return
         self.note(request, stats, total)
+
+    def num_lost(self, request: Request) -> int:
+        """Blocks that are pinned and not for a request."""
+        num_own = 0
+        if request.sampler.num_prompt_logprobs is None:
+            num_own = self.kv.num_pinned_in(request.prompt_token_ids, request.cache_salt)
+        return self.kv.num_pinned_blocks - num_own
+
+    def most_for(self, request: Request) -> int:
+        num_slots = (self.kv.num_blocks - self.num_lost(request)) * self.kv.block_size
+        return min(self.max_model_len, num_slots)
 
     def note(self, request: Request, stats: RequestStats, max_total: int) -> None:
         name = request.request_id
@@ -248,7 +292,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.kv.check_integrity()
         if plan is None:
             for news in self.scheduler.take_updates():
-                assert self.has_shrunk, "cut short although it was admitted"
+                assert self.may_cut, "cut short although it was admitted"
                 self.receive(news)
             assert self.under_way or not self.live, "nothing runs, but there is work"
             return
@@ -311,16 +355,46 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         assert self.kv.num_blocks == num_blocks
         self.most = min(self.max_model_len, num_blocks * self.kv.block_size)
+        """But for what is pinned."""
         if num_blocks > old:
             self.runner.resize(num_blocks)
         elif num_blocks < old:
-            self.has_shrunk = True
+            self.may_cut = True
             plan = self.scheduler.schedule(self.now_s)
             assert plan is not None and not plan.seqs
             result = self.runner.execute(plan)
             self.runner.resize(num_blocks)
             assert self.scheduler.update(result, self.now_s) == []
             self.check_tables()
+        self.kv.check_integrity()
+
+    @precondition(lambda self: self.prompts and not self.is_quiet)
+    @rule(data=st.data(), share=st.sampled_from([0.3, 0.6, 1.0, 1.0]))
+    def pin(self, data: st.DataObject, share: float) -> None:
+        """A part of a prompt that has run."""
+        prompt, salt = data.draw(st.sampled_from(self.prompts))
+        token_ids = prompt[: math.ceil(share * len(prompt))]
+        before = self.kv.num_pinned_blocks
+        try:
+            pin = self.scheduler.pin(token_ids, salt)
+        except CapacityError:
+            assert self.kv.num_pinned_blocks == before
+            return
+        self.kv.check_integrity()
+        self.may_cut = self.may_cut or pin.num_blocks > 0
+        self.pins.append(pin.pin_id)
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        pin_id = data.draw(st.sampled_from(self.pins))
+        self.pins.remove(pin_id)
+        self.scheduler.unpin(pin_id)
+        self.kv.check_integrity()
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.kv.reset_prefix_cache()
         self.kv.check_integrity()
 
     @precondition(lambda self: not self.under_way and not self.is_quiet)
@@ -339,6 +413,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.drop(key, failed=True)
         self.scheduler.retell(plan)
         self.kv.reset_cache()
+        while self.pins:  # nobody finds what they keep, though some were promised that
+            self.scheduler.unpin(self.pins.pop())
         self.kv.check_integrity()
 
     # -- checks
@@ -346,6 +422,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def receive(self, news: SeqUpdate) -> None:
         key = (news.request_id, news.sample_index)
         seq = self.live[key]
+        if self.prefix_caching and not seq.received:
+            prompt = (seq.request.prompt_token_ids, seq.request.cache_salt)
+            self.prompts = [*self.prompts[-3:], prompt]
         if news.prompt_logprobs:
             found = self.prompt_logprobs[news.request_id]
             found += [entry.token_id for entry in news.prompt_logprobs]
@@ -357,7 +436,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
         seq.received += news.token_ids
         is_cut_short = news.finish_reason is FinishReason.LENGTH and not news.token_ids
-        if self.has_shrunk and seq.request.max_tokens is None and is_cut_short:
+        if self.may_cut and seq.request.max_tokens is None and is_cut_short:
+            assert seq.received, "it was promised a token"
             assert seq.received == seq.tokens[: len(seq.received)]
             self.drop(key, ended_before=True)  # it was to take all there is
             return
@@ -394,6 +474,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
+        while self.pins:
+            self.scheduler.unpin(self.pins.pop())
         while self.under_way:
             self.update()
         total = sum(3 * seq.max_total for seq in self.live.values())

@@ -227,3 +227,114 @@ def test_a_failed_step_takes_those_along_whose_blocks_it_copies() -> None:
         assert scheduler.request_ids_in(plan) == ran
         scheduler.update(runner.execute(plan), 0.0)
     assert from_host
+
+
+def test_a_failed_step_takes_those_along_who_found_blocks_that_it_was_to_compute() -> None:
+    """A beam whose tokens but the last are the beginning of a new prompt computes nothing and
+    copies nothing, and is lost all the same."""
+    scheduler, kv = make_scheduler(
+        40, 4, policy="priority", max_num_batched_tokens=9, enable_prefix_caching=True
+    )
+    runner = make_runner(kv)
+    scheduler.add(make_beams("a", 4, 2, max_tokens=12, priority=5))
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    scheduler.update(runner.execute(plan), 0.0)
+    assert scheduler._pressure.shrink(1, 1)
+    kv.reset_prefix_cache()
+    scheduler.add(make_request("u", 8, max_tokens=3, priority=0, like="a", differs_at=4))
+    plan = scheduler.schedule(0.0)
+    assert plan is not None and plan.copies == []
+    assert scheduler.request_ids_of(s.seq_id for s in plan.seqs) == ["u"]
+    assert scheduler.num_running == 3
+    failed = scheduler.request_ids_in(plan)
+    assert failed == ["a", "u"]
+    runner.fail(plan, late=True)
+    for name in failed:
+        scheduler.abort(name)
+    kv.reset_cache()
+    scheduler.retell(plan)
+    scheduler.add(make_request("next", 8, max_tokens=3, like="a"))
+    assert {u.request_id for u in drain(scheduler, runner, 60)} == {"next"}
+    assert_drained(kv)
+
+
+def test_after_a_failed_step_nobody_is_trusted_if_one_of_it_has_ended() -> None:
+    scheduler, _ = make_scheduler()
+    scheduler.add(make_request("a", 8, max_tokens=9))
+    run_step(scheduler)
+    scheduler.add(make_request("b", 8, max_tokens=9))
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert scheduler.request_ids_in(plan) == ["a", "b"]
+    run = shares(plan)
+    scheduler.update(answer(plan), 0.0)
+    scheduler.add(make_request("c", 8, max_tokens=9))
+    later = scheduler.schedule(0.0)
+    assert later is not None and len(later.seqs) == len(run) + 1
+    scheduler.abort("c")
+    assert scheduler.request_ids_in(later) == ["a", "b"]
+
+
+# -- two sizes before a plan
+
+
+def test_two_shrinks_before_a_plan_are_one_for_the_runner() -> None:
+    scheduler, kv = make_scheduler(30, 4)
+    runner = make_runner(kv)
+    scheduler.add(make_request("x", 24, max_tokens=2))
+    scheduler.add(make_request("y", 8, max_tokens=2))
+    request = make_request("a", 20, max_tokens=9)
+    scheduler.add(request)
+    updates = []
+    for _ in range(3):  # x and y leave holes
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        updates += scheduler.update(runner.execute(plan), 0.0)
+    table = list(kv.block_table(2))
+    scheduler.resize(max(table), 0.0)
+    between = list(kv.block_table(2))
+    scheduler.resize(8, 0.0)
+    assert between != table and list(kv.block_table(2)) != between
+    plan = scheduler.schedule(0.0)
+    assert plan is not None and plan.seqs == []
+    assert [dict(plan.moved).get(i, i) for i in table] == list(kv.block_table(2))
+    scheduler.update(runner.execute(plan), 0.0)
+    runner.resize(8)
+    updates += drain(scheduler, runner, 30)
+    tokens = [t for u in updates if u.request_id == "a" for t in u.token_ids]
+    assert tokens == lonely_run(request, 0, 29)[0]
+    assert_drained(kv)
+
+
+# -- what is told
+
+
+def test_a_preemption_says_how_much_was_needed_and_how_much_was_free() -> None:
+    scheduler, kv = collide("recompute")
+    drain(scheduler, make_runner(kv), 20)
+    (event,) = scheduler.events("b")
+    assert event.why.startswith("needs 1 block, 0 of 4 free; last come of 1 not served yet; ")
+
+
+def test_who_has_to_go_itself_goes_for_itself() -> None:
+    scheduler, kv = make_scheduler(8, 4)
+    scheduler.add(make_request("a", 13, max_tokens=9))
+    scheduler.add(make_request("b", 15, max_tokens=9))
+    drain(scheduler, make_runner(kv), 60)
+    whys = [str(e) for e in scheduler.events("b") if e.by == "b"]
+    assert whys and " for itself: needs 1 block, 0 of 8 free; nobody who came later" in whys[0]
+
+
+def test_a_wait_for_a_token_that_is_being_sampled_is_told() -> None:
+    scheduler, kv = make_scheduler(8, 4)
+    runner = make_runner(kv)
+    for name in "abc":
+        scheduler.add(make_request(name, 9, max_tokens=9))
+    plan = scheduler.schedule(0.5)
+    assert plan is not None
+    scheduler._pressure.shrink(1, 1)  # b, whose token is being sampled
+    assert scheduler.schedule(1.0) is None
+    (event,) = scheduler.events("c")
+    assert event.why.startswith("behind request b: its next token is being sampled")
+    scheduler.update(runner.execute(plan), 1.0)

@@ -196,6 +196,7 @@ def measure_mixes(
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[MixResult]:
     """Run each workload under each mode, in turns. No rounds: no results. `tell` hears of progress.
+    Prompts are drawn by the configuration's seed.
 
     Three engines are held at a time, one a mode, each with its own weights. A first round is not
     counted: kernels are recorded and costs learned in it.
@@ -219,7 +220,7 @@ def measure_mixes(
             tell(f"round {number} of {num_rounds} ..." if number else "warming up ...")
             for mix in mixes:
                 for mode in (*MODES[number % 3 :], *MODES[: number % 3]):
-                    run = _run(engines[mode], mix, number)
+                    run = _run(engines[mode], mix, f"{config.seed} {number} {mix.name}")
                     if number:
                         found.setdefault((mix.name, mode), []).append(run)
     return [
@@ -248,7 +249,7 @@ def _mode_run(mode: PreemptionMode, runs: Sequence[_Run]) -> ModeRun:
     )
 
 
-def _run(llm: LLM, mix: Mix, seed: int) -> _Run:
+def _run(llm: LLM, mix: Mix, seed: str) -> _Run:
     """All requests of a workload at once; prompts differ from round to round."""
     prompts, params = _requests(mix, llm.arch.vocab_size, seed)
     num_before = llm.memory_report().num_preemptions
@@ -265,8 +266,8 @@ def _run(llm: LLM, mix: Mix, seed: int) -> _Run:
     )
 
 
-def _requests(mix: Mix, vocab_size: int, seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    rng = random.Random(f"{seed} {mix.name}")
+def _requests(mix: Mix, vocab_size: int, seed: str) -> tuple[list[list[int]], list[SamplingParams]]:
+    rng = random.Random(seed)
     rows = [
         (
             rng.random(),
@@ -274,7 +275,7 @@ def _requests(mix: Mix, vocab_size: int, seed: int) -> tuple[list[list[int]], li
             SamplingParams(
                 n=shape.n,
                 temperature=1.0,
-                seed=seed,
+                seed=rng.getrandbits(32),
                 max_tokens=shape.output_len,
                 ignore_eos=True,
                 detokenize=False,

@@ -80,9 +80,9 @@ class _Steps:
 
     def __init__(self, llm: LLM, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self._execute = _execute_of(llm)
+        self._execute = llm._engine.engine.core.execute
         self._chunk = llm.config.max_num_batched_tokens
-        rng, vocab_size = random.Random(0), llm.arch.vocab_size
+        rng, vocab_size = random.Random(llm.config.seed), llm.arch.vocab_size
         self._token_ids = [rng.randrange(vocab_size) for _ in range(num_tokens)]
         self._table = tuple(range(cdiv(num_tokens + 1, llm.config.block_size)))
         self._num_blocks = cdiv(num_tokens, llm.config.block_size)
@@ -123,12 +123,6 @@ class _Steps:
     def _run(self, **parts: Any) -> StepResult:
         self._step_id += 1
         return self._execute(StepPlan(self._step_id, **parts))
-
-
-def _execute_of(llm: LLM) -> Callable[[StepPlan], StepResult]:
-    execute = llm._engine.engine.core._execute
-    assert execute is not None, "the engine is closed"
-    return execute
 
 
 def _costs_of(llm: LLM, num_tokens: int, num_iters: int) -> RestoreCosts:

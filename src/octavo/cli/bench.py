@@ -86,7 +86,8 @@ class Latency:
 class Preemption:
     """Tell what it costs to preempt a sequence and bring it back, by computing it again and by
     copying it, for each block size; and how long three workloads take in a pool that is too small
-    for them under each --preemption-mode. Engines are started for it, up to three at a time.
+    for them under each --preemption-mode. Engines are started for it, up to three at a time; their
+    prompts are random token ids, drawn by --seed.
     """
 
     num_tokens: int = 256
@@ -193,6 +194,9 @@ def _preemption(prog: str, argv: Sequence[str]) -> None:
         ("num_gpu_blocks_override", "--pool-tokens sizes the pool"),
         ("max_model_len", "the workloads decide it"),
         ("kv_disk_dir", "what is measured is the pool and host memory"),
+        ("tokenizer", "prompts are token ids"),
+        ("skip_tokenizer_init", "no tokenizer is loaded anyway"),
+        ("scheduling_policy", "all requests are of one priority"),
     ):
         if getattr(config, name) != getattr(default, name):
             raise ConfigError(f"--{name.replace('_', '-')} has no effect here, {why}: drop it")
@@ -221,7 +225,8 @@ def _preemption(prog: str, argv: Sequence[str]) -> None:
     result = PreemptionResult(args.num_tokens, args.pool_tokens, config.block_size, costs, found)
     print(result)
     if args.json:
-        print(json.dumps({"model": config.model, "dtype": config.dtype} | result.as_dict()))
+        engine = {name: getattr(config, name) for name in ("model", "dtype", "seed")}
+        print(json.dumps(engine | result.as_dict()))
 
 
 def _params(args: Throughput | Latency) -> SamplingParams:
@@ -245,6 +250,6 @@ def _print(args: Throughput | Latency, llm: LLM, result: _Result) -> None:
     if args.memory:
         print(f"\n{llm.memory_report()}")
     if args.json:
-        names = ("model", "dtype", "block_size", "enable_prefix_caching")
+        names = ("model", "dtype", "block_size")
         engine = {name: getattr(llm.config, name) for name in names}
         print(json.dumps(engine | result.as_dict()))

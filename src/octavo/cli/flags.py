@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
@@ -154,8 +154,8 @@ class SamplingFlags(SamplingParams):
     temperature: float = 0.0
     """Logits are divided by it; 0 is greedy: the same answer every time."""
     max_tokens: IntOrNone = AtMost(512)  # noqa: RUF009  (as frozen as an int)
-    """Most tokens to generate; none: up to the context length. The default gives way where the
-    context has less room."""
+    """Most tokens to generate; none: up to the context length. The default gives way where context
+    or pool have less room."""
 
     def __post_init__(self) -> None:
         """Nothing: values are checked by `params()`, where an error reads as everywhere else."""
@@ -202,9 +202,9 @@ class BeamFlags:
         return values if self.beam_width is None else values | {"beam_width": self.beam_width}
 
 
-_OF_BOTH = {f.name for f in dataclasses.fields(SamplingParams)} & {
-    f.name for f in dataclasses.fields(BeamSearchParams)
-}
+_OF_SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)}
+_OF_BEAMS = {field.name for field in dataclasses.fields(BeamSearchParams)}
+_OF_BOTH = _OF_SAMPLING & _OF_BEAMS
 
 
 def make_params(
@@ -212,17 +212,27 @@ def make_params(
 ) -> SamplingParams | BeamSearchParams:
     """The checked parameters, some changed: of beam search where there is a width.
 
-    Raises `ConfigError` for flags of the one that do nothing to the other, `InvalidRequestError`
-    for values and for changes that do.
+    Raises `InvalidRequestError` for values, and for flags and changes of the one that do nothing to
+    the other; `check_beams` looks at the flags of beam search.
     """
     if beams.beam_width is None and "beam_width" not in changes:
-        return sampling.params(**changes)
-    known = {field.name for field in dataclasses.fields(BeamSearchParams)}
-    for name in changes:
-        if name not in known:
+        for name in sorted((_OF_BEAMS - _OF_SAMPLING) & changes.keys()):
             raise InvalidRequestError(
-                f"{name!r} is no parameter of beam search; known are: {', '.join(sorted(known))}",
-                parameter=name,
+                f"{name} is for beam search: it needs beam_width", parameter=name
+            )
+        return sampling.params(**changes)
+    for name in changes:
+        if name not in _OF_BEAMS:
+            known = ", ".join(sorted(_OF_BEAMS))
+            raise InvalidRequestError(
+                f"{name!r} is no parameter of beam search; known are: {known}", parameter=name
+            )
+    for field in dataclasses.fields(SamplingFlags):
+        if field.name not in _OF_BOTH and getattr(sampling, field.name) != field.default:
+            raise InvalidRequestError(
+                f"{_flag(field.name)} does nothing to beam search (beam_width "
+                f"{changes.get('beam_width', beams.beam_width)}): drop one of the two",
+                parameter=field.name,
             )
     values = {name: getattr(sampling, name) for name in _OF_BOTH} | beams.values() | changes
     if values["max_tokens"] is None:
@@ -232,16 +242,13 @@ def make_params(
     return BeamSearchParams(**values)
 
 
-def check_beams(sampling: SamplingFlags, beams: BeamFlags) -> None:
-    """Refuse flags that would have no effect."""
-    if beams.beam_width is None:
-        for field in dataclasses.fields(beams):
-            if getattr(beams, field.name) != field.default:
-                raise ConfigError(f"{_flag(field.name)} is for beam search: add --beam-width")
+def check_beams(beams: BeamFlags, made: Iterable[SamplingParams | BeamSearchParams]) -> None:
+    """Refuse flags of beam search where none of the parameters that were made is of it."""
+    if any(isinstance(params, BeamSearchParams) for params in made):
         return
-    for field in dataclasses.fields(SamplingFlags):
-        if field.name not in _OF_BOTH and getattr(sampling, field.name) != field.default:
-            raise ConfigError(f"{_flag(field.name)} does nothing to beam search: drop it")
+    for field in dataclasses.fields(beams):
+        if getattr(beams, field.name) != field.default:
+            raise ConfigError(f"{_flag(field.name)} is for beam search: add --beam-width")
 
 
 def _flag(name: str) -> str:

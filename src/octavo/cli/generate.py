@@ -28,6 +28,7 @@ from octavo.cli.flags import (
 from octavo.cli.jobs import (
     InputFormat,
     Job,
+    Params,
     jsonl_jobs,
     prompts_in,
     read_file,
@@ -37,10 +38,12 @@ from octavo.cli.jobs import (
 from octavo.cli.start import note, start_engine
 from octavo.errors import ConfigError, InvalidRequestError, OctavoError
 from octavo.outputs import RequestOutput
+from octavo.request import SamplingParams
 
 if TYPE_CHECKING:
     from octavo import LLM
     from octavo.cli.blocks import BlockView
+    from octavo.events import EngineEvent
 
 Results = Iterator[tuple[Job, RequestOutput | OctavoError]]
 
@@ -93,11 +96,14 @@ class Generate:
 def main(prog: str, argv: Sequence[str]) -> int:
     """Run the command; 1 if some requests were refused and the others answered, 2 if all were."""
     args = parse(Generate, prog, argv)
-    check_beams(args.sampling, args.beams)
     jobs = _jobs(args)
+    check_beams(args.beams, [job.params for job in jobs])
     _check(args, jobs)
     config = args.engine.config()
+    if any(_samples_alike(job.params) for job in jobs):
+        print("samples are equal at temperature 0: add --temperature 0.8", file=sys.stderr)
     with start_engine(config) as llm:
+        begin_s = time.monotonic()  # the clock of events
         jobs = [_as_chat(llm, args, job) for job in jobs]
         printer = _print_jsonl if args.jsonl else _print_text
         num_errors = printer(args, llm, jobs)
@@ -106,9 +112,20 @@ def main(prog: str, argv: Sequence[str]) -> int:
             print(f"\n{llm.memory_report()}", file=sys.stderr)
         if args.events:
             sys.stdout.flush()
-            lines = [str(event) for event in llm.events()]
-            print("\n".join(["", *(lines or ["no events"])]), file=sys.stderr)
+            print(f"\n{_events_text(llm.events(), begin_s)}", file=sys.stderr)
     return 0 if not num_errors else 2 if num_errors == len(jobs) else 1
+
+
+def _events_text(events: Sequence[EngineEvent], begin_s: float) -> str:
+    """A line an event, with times since `begin_s`."""
+    if not events:
+        return "no events"
+    lines = ["events, by seconds since the engine was ready"]
+    for event in events:
+        until_s = None if event.until_s is None else event.until_s - begin_s
+        since = dataclasses.replace(event, time_s=event.time_s - begin_s, until_s=until_s)
+        lines.append(str(since))
+    return "\n".join(lines)
 
 
 def _jobs(args: Generate) -> list[Job]:
@@ -156,6 +173,12 @@ def _check(args: Generate, jobs: list[Job]) -> None:
         raise ConfigError("--input-format is for --file and stdin, and neither is read: drop it")
 
 
+def _samples_alike(params: Params) -> bool:
+    return (
+        isinstance(params, SamplingParams) and params.num_sequences > 1 and not params.temperature
+    )
+
+
 def _as_chat(llm: LLM, args: Generate, job: Job) -> Job:
     """A plain prompt becomes a message, unless it is verbatim or there is no template."""
     plain = isinstance(job.prompt, str) and not (args.raw or job.verbatim)
@@ -174,7 +197,7 @@ def _print_text(args: Generate, llm: LLM, jobs: list[Job]) -> int:
     refused."""
     shared_terminal = sys.stdout.isatty() and sys.stderr.isatty()
     hold_back = args.show_blocks and shared_terminal
-    printer = TextPrinter(jobs)
+    printer = TextPrinter(jobs, with_ids=args.events or args.show_blocks)
     start = time.perf_counter()
     num_tokens, first_s = 0, math.nan
     with _block_view(args, llm, with_text=hold_back) as view:
@@ -212,7 +235,6 @@ def _as_json(job: Job, result: RequestOutput | OctavoError) -> dict[str, Any]:
     values: dict[str, Any] = {"id": job.index if job.label is None else job.label}
     if isinstance(result, RequestOutput):
         values |= _finite(dataclasses.asdict(result))
-        del values["request_id"]
         return values
     error = {"type": type(result).__name__, "message": str(result)}
     return values | {"error": error, "finished": True}
@@ -252,10 +274,13 @@ def _watched(results: Results, view: BlockView | None) -> Results:
 
 
 class TextPrinter:
-    """Prints answers in the order of their jobs, each as far as it is known."""
+    """Prints answers in the order of their jobs, each as far as it is known.
 
-    def __init__(self, jobs: list[Job]) -> None:
-        self._jobs = jobs
+    with_ids: titles tell the ids by which events and block tables name requests, too.
+    """
+
+    def __init__(self, jobs: list[Job], *, with_ids: bool = False) -> None:
+        self._jobs, self._with_ids = jobs, with_ids
         self._results: dict[int, RequestOutput | OctavoError] = {}
         self._job = self._sample = self._num_printed = 0
         self._titled = False
@@ -277,7 +302,10 @@ class TextPrinter:
         """Print what is new of the job whose turn it is; whether it has ended."""
         if len(self._jobs) > 1 and not self._titled:
             gap = "\n" if self._job else ""
-            print(f"{gap}== {self._job + 1}. {self._jobs[self._job].title}")
+            title = self._jobs[self._job].title
+            if self._with_ids and isinstance(result, RequestOutput):
+                title += f" (request {result.request_id})"
+            print(f"{gap}== {self._job + 1}. {title}")
             self._titled = True
         if isinstance(result, OctavoError):
             self.num_errors += 1

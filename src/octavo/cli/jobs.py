@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from octavo.cli.flags import AtMost
-from octavo.errors import InvalidRequestError, OctavoError, RequestCapacityError
+from octavo.errors import InvalidRequestError, OctavoError
 from octavo.outputs import RequestOutput
 from octavo.request import BeamSearchParams, SamplingParams
 
@@ -129,6 +129,11 @@ def _jsonl_job(line: str, index: int, make_params: MakeParams) -> Job:
     asked = values.pop(given[0])
     label = values.pop("id", None)
     rest = {"priority": values.pop("priority", 0), "cache_salt": values.pop("cache_salt", "")}
+    if not isinstance(rest["cache_salt"], str):
+        raise InvalidRequestError(
+            f"cache_salt must be a string, got {json.dumps(rest['cache_salt']):.60}",
+            parameter="cache_salt",
+        )
     biases = values.get("logit_bias")
     if isinstance(biases, dict):
         values["logit_bias"] = {_token_id(key): bias for key, bias in biases.items()}
@@ -163,9 +168,7 @@ def _checked_messages(value: Any) -> Messages:
     return list(value)
 
 
-def run_jobs(
-    llm: LLM, jobs: Iterable[Job], after_step: Callable[[], None] = lambda: None
-) -> Iterator[tuple[Job, RequestOutput | OctavoError]]:
+def run_jobs(llm: LLM, jobs: Iterable[Job]) -> Iterator[tuple[Job, RequestOutput | OctavoError]]:
     """Run jobs side by side; yields the state of each as it grows, and each one's end.
 
     As many are in the engine as it runs at once, so that memory does not grow with the input. A
@@ -193,34 +196,56 @@ def run_jobs(
                 continue
             if not output.finished:
                 running.append((job, stream))
-            after_step()
             yield job, output
 
 
 def start(llm: LLM, job: Job) -> RequestStream:
-    """The job's stream; a default `max_tokens` gives way to what context and pool have room for."""
+    """The job's stream; a default `max_tokens` gives way to what context and pool have room for.
+
+    That is settled before the engine is asked: a first try would be an event, and use up an id and
+    a seed.
+    """
+    from octavo.engine.arguments import salted
+    from octavo.engine.input import is_ranked
+
     params = job.params
-    while True:
-        try:
-            return _stream(llm, job, params)
-        except RequestCapacityError as error:
-            if not isinstance(params.max_tokens, AtMost) or params.max_tokens == 1:
-                raise
-            if error.parameter != "max_tokens":
-                raise
-        if isinstance(params, SamplingParams):
-            params = dataclasses.replace(params, max_tokens=None)
-        else:  # beams need a number: how many fit depends on how much of the prompt they share
-            params = dataclasses.replace(params, max_tokens=AtMost(params.max_tokens // 2))
-
-
-def _stream(llm: LLM, job: Job, params: Params) -> RequestStream:
-    at_end = isinstance(params, BeamSearchParams) or params.num_sequences > params.n
-    how: dict[str, Any] = {"priority": job.priority, "final_only": at_end}
+    if isinstance(params.max_tokens, AtMost):
+        params = _with_room(llm, job, params)
+    how: dict[str, Any] = {"priority": job.priority, "final_only": is_ranked(params)}
     if job.messages is not None:
         return llm.stream_chat(job.messages, params, cache_salt=job.cache_salt, **how)
     assert job.prompt is not None
-    if not job.cache_salt:
-        return llm.stream(job.prompt, params, **how)
-    name = "prompt" if isinstance(job.prompt, str) else "prompt_token_ids"
-    return llm.stream({name: job.prompt, "cache_salt": job.cache_salt}, params, **how)
+    return llm.stream(salted(job.prompt, job.cache_salt), params, **how)
+
+
+def _with_room(llm: LLM, job: Job, params: Params) -> Params:
+    """The parameters, with less `max_tokens` where there is less room; as they are where there is
+    none at all: that the engine refuses."""
+    num_prompt = _num_prompt_tokens(llm, job)
+    config = llm.config
+    assert config.max_model_len is not None, "resolved with the model"
+    assert config.num_gpu_blocks_override is not None, "resolved with the machine"
+    assert params.max_tokens is not None
+    size, num_blocks = config.block_size, config.num_gpu_blocks_override
+    room = min(config.max_model_len, num_blocks * size) - num_prompt
+    if isinstance(params, BeamSearchParams):
+        # as admission counts: beams share the full blocks of the prompt for certain, and no more
+        num_shared = num_prompt // size
+        num_own = (num_blocks - num_shared) // params.beam_width
+        room = min(room, (num_shared + num_own) * size - num_prompt)
+    if not 0 < room < params.max_tokens:
+        return params
+    if isinstance(params, BeamSearchParams):
+        return dataclasses.replace(params, max_tokens=room)
+    return dataclasses.replace(
+        params, max_tokens=None
+    )  # no limit of its own, so no min_tokens > it
+
+
+def _num_prompt_tokens(llm: LLM, job: Job) -> int:
+    if job.messages is not None:
+        return len(llm._chat_prompt(job.messages, None, True, ""))  # no public way tells it
+    tokenizer = llm.get_tokenizer()
+    if isinstance(job.prompt, str) and tokenizer is not None:
+        return len(tokenizer.encode(job.prompt))
+    return len(job.prompt or "")

@@ -40,7 +40,8 @@ def salted(prompt: Prompt, cache_salt: str) -> Prompt:
 def params_each(params: Params | Sequence[Params] | None, count: int) -> list[Params]:
     """The parameters of each prompt; by default all have `SamplingParams()`."""
     kinds = (SamplingParams, BeamSearchParams)
-    return one_of_each("sampling_params", params or SamplingParams(), kinds, count)
+    values = SamplingParams() if params is None else params
+    return one_of_each("sampling_params", values, kinds, count)
 
 
 def one_of_each(name: str, values: Any, kinds: tuple[type[T], ...], count: int) -> list[T]:
@@ -61,6 +62,11 @@ def one_of_each(name: str, values: Any, kinds: tuple[type[T], ...], count: int) 
     return list(values)
 
 
+def is_conversation(prompt: Any) -> bool:
+    """Whether it is a list of messages, and not a prompt."""
+    return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], dict)
+
+
 def conversations(messages: Any) -> list[Any]:
     """One conversation (a list of messages) or a list of them."""
     if not isinstance(messages, list | tuple) or not messages:
@@ -69,4 +75,4 @@ def conversations(messages: Any) -> list[Any]:
             f"{messages!r:.80}",
             parameter="messages",
         )
-    return [messages] if isinstance(messages[0], dict) else list(messages)
+    return [messages] if is_conversation(messages) else list(messages)

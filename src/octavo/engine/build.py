@@ -12,7 +12,7 @@ from octavo.engine.core import EngineCore
 from octavo.engine.engine import Engine
 from octavo.engine.input import InputProcessor
 from octavo.engine.output import OutputProcessor
-from octavo.engine.tiers import can_share_prefixes, check_disk_folder, open_disk
+from octavo.engine.tiers import check_disk_folder, open_disk, why_prefixes_are_not_shared
 from octavo.errors import ConfigError
 from octavo.kv import KVCacheManager
 from octavo.kv.sizing import KVShape, MemoryPlan, plan_memory
@@ -55,13 +55,14 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
         model.dtype,
         model.device,
     )
+    not_shared = why_prefixes_are_not_shared(config, model)
     resolved = config.replace(
         dtype=_name_of(model.dtype),
         max_model_len=plan.max_seq_len,
         max_num_seqs=min(config.max_num_seqs, plan.num_blocks),
         kv_cache_memory_bytes=plan.kv_bytes,
         num_gpu_blocks_override=plan.num_blocks,
-        enable_prefix_caching=can_share_prefixes(config, model),
+        enable_prefix_caching=not_shared is None,
         swap_space=plan.host_bytes / 2**30,
         num_threads=torch.get_num_threads(),
     )
@@ -78,9 +79,10 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
         max_model_len=plan.max_seq_len,
         eos_token_ids=_eos_token_ids(model.arch, tokenizer),
         seed=config.seed,
+        capped_by=_capped_by(config, plan),
     )
     engine = Engine(core, inputs, OutputProcessor(tokenizer))
-    return BuiltEngine(resolved, model.arch, engine, tokenizer, plan)
+    return BuiltEngine(resolved, model.arch, engine, tokenizer, plan, not_shared)
 
 
 def load_model(
@@ -163,6 +165,15 @@ def _plan_memory(config: EngineConfig, model: Decoder, available: int) -> Memory
         swap_space=config.swap_space,
         need_host=_needs_host(config),
     )
+
+
+def _capped_by(config: EngineConfig, plan: MemoryPlan) -> str | None:
+    """The flag of the pool that made contexts shorter than the model's, unasked."""
+    if config.max_model_len is not None or plan.max_seq_len == plan.max_model_len:
+        return None
+    if config.num_gpu_blocks_override is not None:
+        return "--num-gpu-blocks-override"
+    return "--kv-cache-memory-bytes"
 
 
 def _needs_host(config: EngineConfig) -> str | None:

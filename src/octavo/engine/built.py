@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from octavo.arch import ModelArch
 from octavo.config import EngineConfig
-from octavo.engine.arguments import salted
+from octavo.engine.arguments import is_conversation, salted
 from octavo.engine.core import EngineCore
 from octavo.engine.engine import Engine
 from octavo.engine.input import Prompt
@@ -31,6 +31,8 @@ class BuiltEngine:
     engine: Engine
     tokenizer: Tokenizer | None
     plan: MemoryPlan
+    no_prefix_caching: str | None = None
+    """Why prefixes are not kept, and what to do about it; None: they are."""
 
     @property
     def _core(self) -> EngineCore:
@@ -50,7 +52,12 @@ class BuiltEngine:
             cache=kv.cache_stats(),
             host=kv.host_ledger(),
             disk=kv.disk_ledger(),
-            pressure=Pressure.of(scheduler.num_preemptions, self._core.events()),
+            pressure=Pressure.of(
+                scheduler.num_preemptions,
+                scheduler.pressure_totals,
+                self._core.num_events_forgotten,
+                scheduler.events(),
+            ),
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             process_bytes=memory.process_bytes(),
@@ -69,16 +76,29 @@ class BuiltEngine:
         # The template writes the special tokens itself; adding them again would double them.
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def prefix(self, prompt: Prompt, cache_salt: str) -> tuple[list[int], str]:
-        """(Token ids of its whole blocks, salt) of a prompt that is to be pinned."""
-        token_ids, _, salt = self.engine.inputs.prompt(salted(prompt, cache_salt))
-        size = self.config.block_size
-        if not self.config.enable_prefix_caching:
+    def prefix(
+        self, prompt: Prompt | Sequence[Any], cache_salt: str, chat_template: str | None
+    ) -> tuple[list[int], str]:
+        """(Token ids of its whole blocks, salt) of a prompt, or of the messages that conversations
+        begin with, that is to be pinned."""
+        if self.no_prefix_caching is not None:
             raise InvalidRequestError(
-                "pinning keeps cached blocks, and prefix caching is off: start without "
-                "--no-enable-prefix-caching",
-                parameter="prompt",
+                f"pinning keeps cached blocks, and {self.no_prefix_caching}", parameter="prompt"
             )
+        if is_conversation(prompt):
+            prompt = self.chat_prompt(
+                cast("Sequence[Any]", prompt),
+                chat_template=chat_template,
+                add_generation_prompt=False,
+            )
+        elif chat_template is not None:
+            raise InvalidRequestError(
+                "chat_template has no effect on a prompt that is not a list of messages: leave it "
+                "out, or give messages",
+                parameter="chat_template",
+            )
+        token_ids, _, salt = self.engine.inputs.prompt(salted(cast("Prompt", prompt), cache_salt))
+        size = self.config.block_size
         if len(token_ids) < size:
             raise InvalidRequestError(
                 f"a prefix of {len(token_ids)} tokens does not fill a KV block of {size}, and only "
@@ -94,17 +114,35 @@ class BuiltEngine:
                 f"num_bytes must be a whole number of bytes, got {num_bytes!r}",
                 parameter="num_bytes",
             )
+        self._core.check_open()
         try:
             plan = resized(self.plan, num_bytes)
+            self._core.resize(plan.num_blocks)
         except CapacityError as error:
-            self._core.note_refusal(None, error)
-            raise
-        self._core.resize(plan.num_blocks)
+            refusal = CapacityError(f"resize_kv_cache({num_bytes:,}): {error}; {self._sizes()}")
+            self._core.note_refusal(None, refusal)
+            raise refusal from error
         self.plan = plan
         self.config = self.config.replace(
             kv_cache_memory_bytes=plan.kv_bytes, num_gpu_blocks_override=plan.num_blocks
         )
         return plan.kv_bytes
+
+    def _sizes(self) -> str:
+        """What can be asked of `resize` now."""
+        block, kv = self.plan.bytes_per_block, self._core.kv
+        most = (self.plan.kv_bytes + self.plan.left_bytes) // block
+        pinned = kv.num_pinned_blocks
+        least = max(1, 2 * pinned)
+        text = (
+            f"the pool can have {least:,} to {most:,} blocks of {block:,} B, {least * block:,} to "
+            f"{most * block:,} B"
+        )
+        if pinned:
+            text += f" ({pinned:,} pinned, and pins may take half)"
+        if self._core.scheduler.has_unfinished():
+            text += "; to the least come the blocks that a live request may need"
+        return text
 
     def close(self) -> None:
         """End every request and let go of weights and pool; memory returns to the system."""

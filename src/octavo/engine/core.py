@@ -53,6 +53,8 @@ class EngineCore:
         self._disk = disk
         self._stats: dict[str, RequestStats] = {}
         self._events: deque[EngineEvent] = deque(maxlen=_MAX_EVENTS)
+        self._num_noted = 0
+        """Of them, those that were forgotten included."""
         self._updates: list[SeqUpdate] = []
         """News that came about between two steps."""
         self.history = PoolHistory(kv)
@@ -106,9 +108,16 @@ class EngineCore:
     # -- memory under pressure
 
     def events(self, request_id: str | None = None) -> list[EngineEvent]:
-        """What happened to a request, or to all and the engine itself, oldest first."""
+        """What happened to a request, or to all and the engine itself, oldest first. Of what is
+        over the last 1000 are kept, and the last 1000 refusals and failures beside them."""
         own = [e for e in self._events if request_id in (None, e.request_id)]
         return sorted([*self.scheduler.events(request_id), *own], key=lambda e: e.time_s)
+
+    @property
+    def num_events_forgotten(self) -> int:
+        """Events that `events` would have told, had later ones not taken their place."""
+        own = self._num_noted - len(self._events)
+        return own + self.scheduler.pressure_totals.num_events_forgotten
 
     def note_refusal(self, request_id: str | None, error: CapacityError) -> None:
         """Make an event of what can never fit: a request, or a pin or a resize (None)."""
@@ -117,44 +126,47 @@ class EngineCore:
     def _note(self, kind: EventKind, request_id: str | None, why: str) -> None:
         event = EngineEvent(kind=kind, time_s=self.clock(), request_id=request_id, why=why)
         self._events.append(event)
+        self._num_noted += 1
 
     def pin(self, token_ids: list[int], salt: str = "") -> Pin:
         """Keep the KV of the whole blocks of a prefix in the pool, as far as it is there now.
 
-        Raises `CapacityError` when pins would take more than half of the pool.
+        Raises `CapacityError` when pins would take more than half of the pool, or what a live
+        request was promised.
         """
         self._check_open()
         try:
-            return self.kv.pin(token_ids, salt)
+            return self.scheduler.pin(token_ids, salt)
         except CapacityError as error:
             self.note_refusal(None, error)
             raise
 
     def unpin(self, pin_id: int) -> None:
         """Let go of a pinned prefix. Raises `InvalidRequestError` for an id that is not pinned."""
-        self.kv.unpin(pin_id)
+        self.scheduler.unpin(pin_id)
 
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached block that nobody uses, in all tiers."""
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached block that nobody uses, in all tiers; how many blocks of the pool
+        that freed."""
         self._check_open()
-        self.kv.reset_prefix_cache()
+        return self.kv.reset_prefix_cache()
 
     def cache_stats(self) -> PrefixCacheStats:
         """What the prefix cache found since the start."""
         return self.kv.cache_stats()
 
     def resize(self, num_blocks: int) -> None:
-        """Make the pool so large, while requests run. Raises `CapacityError` if it cannot be."""
+        """Make the pool so large, while requests run. Raises `CapacityError` if it cannot be, of
+        which the caller makes an event."""
         self._check_open()
         before = self.kv.num_blocks
         try:
             if num_blocks > before:
                 self._resize_memory(num_blocks)
             self.scheduler.resize(num_blocks, self.clock())
-        except CapacityError as error:
+        except CapacityError:
             if num_blocks > before:
                 self._resize_memory(before)
-            self.note_refusal(None, error)
             raise
         if num_blocks < before:
             self._updates += self._step()  # moves what is behind the new end, and nothing else
@@ -171,6 +183,13 @@ class EngineCore:
             ) from error
 
     # -- steps
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Carry out a plan that no scheduler made, to measure the runner: only while the engine has
+        no requests, and with every sequence that it brings told to be finished again. Raises what
+        the runner raises."""
+        assert not self._stats, "the engine has requests of its own"
+        return self._check_open()(plan)
 
     def has_unfinished(self) -> bool:
         """Whether any request still waits or runs, or has news."""
@@ -260,5 +279,8 @@ class EngineCore:
             # Nor which of the plan's blocks were written.
             self.kv.reset_cache()
             self.scheduler.retell(plan)
-        self._note(EventKind.FAILED, None, why)
+        for request_id in request_ids:
+            self._note(EventKind.FAILED, request_id, why)
+        if not request_ids:
+            self._note(EventKind.FAILED, None, why)
         return StepFailedError(why, request_ids=request_ids)

@@ -21,6 +21,8 @@ class Driver:
         self._engine = engine
         self._ids = itertools.count()
         self._mail: dict[str, deque[RequestOutput]] = {}
+        self._failures: dict[str, StepFailedError] = {}
+        """Of those that somebody waits for: the step that each was aborted with."""
         self.after_step: Callable[[], None] | None = None
 
     def __len__(self) -> int:
@@ -43,7 +45,8 @@ class Driver:
         return RequestStream(self, request_id)
 
     def next_output(self, request_id: str) -> RequestOutput:
-        """Step until there is news of a request."""
+        """Step until there is news of a request. A step that fails is an error of those it was
+        aborted for; the others go on."""
         mail = self._mail[request_id]
         while not mail:
             self._check_alive(request_id)
@@ -51,7 +54,8 @@ class Driver:
         return mail.popleft()
 
     def run_to_end(self, request_ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
-        """The last outputs of requests of the kind FINAL_ONLY, in their order."""
+        """The last outputs of requests of the kind FINAL_ONLY, in their order. Raises
+        `StepFailedError` as soon as one of them was aborted."""
         from tqdm import tqdm
 
         ends: dict[str, RequestOutput] = {}
@@ -60,6 +64,8 @@ class Driver:
             while waiting:
                 self._check_alive(next(iter(waiting)))
                 self._step()
+                for request_id in self._failures.keys() & waiting:
+                    self._check_alive(request_id)
                 for request_id in [r for r in waiting if self._mail[r]]:
                     ends[request_id] = self._mail[request_id].pop()
                     waiting.discard(request_id)
@@ -69,26 +75,41 @@ class Driver:
     def forget(self, request_ids: list[str]) -> None:
         """Abort those that still run and stop keeping mail for them."""
         for request_id in request_ids:
+            self._failures.pop(request_id, None)
             if self._mail.pop(request_id, None) is not None:
                 self._engine.abort(request_id)
 
     def close(self) -> None:
         """Nobody waits any more."""
         self._mail.clear()
+        self._failures.clear()
 
     def _step(self) -> None:
         """One step of everything that runs; outputs go to whoever waits for them."""
-        for output in self._engine.step():
+        try:
+            outputs = self._engine.step()
+        except StepFailedError as error:
+            told = [i for i in error.request_ids if i in self._mail]
+            self._failures.update(dict.fromkeys(told, error))
+            if not error.request_ids:
+                raise
+            return
+        for output in outputs:
             if output.request_id in self._mail:
                 self._mail[output.request_id].append(output)
         if self.after_step is not None:
             self.after_step()
 
     def _check_alive(self, request_id: str) -> None:
+        failure = self._failures.get(request_id)
+        if failure is not None:
+            raise StepFailedError(str(failure), request_ids=failure.request_ids) from (
+                failure.__cause__
+            )
         self._engine.check_open()
         if not self._engine.has(request_id):
             raise StepFailedError(
-                f"request {request_id} was aborted when the step that it shared with others failed",
+                f"request {request_id} was aborted: the step in which it ran was interrupted",
                 request_ids=[request_id],
             )
 

@@ -60,6 +60,7 @@ class Engine:
                 parameter="request_id",
             )
         self.core.add_request(request)
+        self.inputs.accepted(params)
         try:
             self.outputs.add(request, text, params, kind)
         except BaseException:

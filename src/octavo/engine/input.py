@@ -24,8 +24,9 @@ class InputProcessor:
 
     tokenizer: None where prompts are token ids only. vocab_size: ids the model has, padding
     included. eos_token_ids: tokens that end a sequence; the tokenizer's by default. seed: the
-    engine's, source of the seeds of requests that bring none: the same requests in the same order
-    get the same seeds.
+    engine's, source of the seeds of requests that bring none: the same accepted requests in the
+    same order get the same seeds. capped_by: the flag of the pool that was too small for the
+    model's context, where `max_model_len` was not asked for.
     """
 
     def __init__(
@@ -36,10 +37,12 @@ class InputProcessor:
         max_model_len: int,
         eos_token_ids: Iterable[int] | None = None,
         seed: int = 0,
+        capped_by: str | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
+        self._capped_by = capped_by
         if eos_token_ids is None:
             eos_token_ids = () if tokenizer is None else tokenizer.eos_token_ids
         # An id the model does not have is never sampled; masking it would hit another row's logits.
@@ -84,8 +87,7 @@ class InputProcessor:
             sampler, n = self._sampler(params), params.num_sequences
             stop_token_ids = params.stop_token_ids or ()
         token_ids, text, salt = self.prompt(prompt)
-        if isinstance(params, SamplingParams) and params.seed is None:
-            self._num_seeds += 1
+        self._check_length(len(token_ids), params.max_tokens)
         request = Request(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -100,6 +102,11 @@ class InputProcessor:
             arrival_s=arrival_s,
         )
         return request, text
+
+    def accepted(self, params: Params) -> None:
+        """A request that `process` made was taken: if it brought no seed, it has used one up."""
+        if isinstance(params, SamplingParams) and params.seed is None:
+            self._num_seeds += 1
 
     # -- the prompt -------------------------------------------------------------------------------
 
@@ -120,13 +127,37 @@ class InputProcessor:
         if len(token_ids) >= self._max_model_len:
             raise RequestCapacityError(
                 f"prompt {len(token_ids):,} + 1 output token = {len(token_ids) + 1:,} tokens exceed"
-                f" max_model_len {self._max_model_len:,}: shorten the prompt to at most "
-                f"{self._max_model_len - 1:,} tokens, or raise --max-model-len",
+                f" {self._limit()}: shorten the prompt to at most {self._max_model_len - 1:,} "
+                f"tokens, or {self._way_out()}",
                 parameter=name,
             )
         if text is None and self._tokenizer is not None:
             text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return token_ids, text, salt
+
+    def _check_length(self, num_prompt: int, max_tokens: int | None) -> None:
+        """The scheduler refuses this too, but cannot say by what the context was capped."""
+        if self._capped_by is None or max_tokens is None:
+            return
+        if num_prompt + max_tokens <= self._max_model_len:
+            return
+        raise RequestCapacityError(
+            f"prompt {num_prompt:,} + max_tokens {max_tokens:,} = {num_prompt + max_tokens:,} "
+            f"tokens exceed {self._limit()}: shorten the prompt, lower max_tokens to at most "
+            f"{self._max_model_len - num_prompt:,}, or {self._way_out()}",
+            parameter="max_tokens",
+        )
+
+    def _limit(self) -> str:
+        text = f"max_model_len {self._max_model_len:,}"
+        if self._capped_by is not None:
+            text += " (what the KV pool held at the start, as --max-model-len was not set)"
+        return text
+
+    def _way_out(self) -> str:
+        if self._capped_by is None:
+            return "raise --max-model-len"
+        return f"start with a larger KV pool: raise {self._capped_by}"
 
     def _encoded(self, text: str) -> list[int]:
         if self._tokenizer is None:
@@ -189,7 +220,7 @@ class InputProcessor:
         return sampler
 
     def _drawn_seed(self) -> int:
-        """A seed for a request that brings none; it is used up when the request is accepted."""
+        """A seed for a request that brings none; see `accepted`."""
         source = f"{self._seed}:{self._num_seeds}".encode()
         return int.from_bytes(hashlib.blake2b(source, digest_size=8).digest()) >> 1
 

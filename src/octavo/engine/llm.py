@@ -147,19 +147,23 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         use_tqdm: bool = True,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         cache_salt: str = "",
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them through the model's chat template."""
+        """Answer one conversation or a list of them through the model's chat template.
+
+        sampling_params, priority: as of `generate`, for each conversation.
+        """
         prompts = [
             self._chat_prompt(conversation, chat_template, add_generation_prompt, cache_salt)
             for conversation in conversations(messages)
         ]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
 
     def stream(
         self,
@@ -214,29 +218,46 @@ class LLM:
 
     def events(self, request_id: str | None = None) -> list[EngineEvent]:
         """What happened under memory pressure, and why, oldest first: of one request (`request_id`
-        of its outputs), or of all. The last few thousand are kept."""
+        of its outputs), or of all.
+
+        What still goes on is told always; of what is over the last 1000 are kept, and beside them
+        the last 1000 refusals and failures. `memory_report().pressure.num_events_forgotten` counts
+        those that are told no more.
+        """
         return self._engine.engine.core.events(request_id)
 
     def cache_stats(self) -> PrefixCacheStats:
         """What the prefix cache was asked for and what it found, since the start."""
         return self._engine.engine.core.cache_stats()
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self) -> int:
         """Forget every cached block that no running request uses, in the pool, on the host and on
-        disk; pinned prefixes stay."""
-        self._engine.engine.core.reset_prefix_cache()
+        disk; pinned prefixes stay. Returns how many blocks of the pool that freed."""
+        return self._engine.engine.core.reset_prefix_cache()
 
-    def pin_prefix(self, prompt: Prompt, cache_salt: str = "") -> Pin:
-        """Keep the KV of a prefix (a system prompt) in the pool until `unpin_prefix`.
+    def pin_prefix(
+        self,
+        prompt: Prompt | Sequence[Message],
+        cache_salt: str = "",
+        *,
+        chat_template: str | None = None,
+    ) -> Pin:
+        """Keep the KV of a prefix in the pool until `unpin_prefix`.
+
+        prompt: as of `generate`; or, for `chat`, the messages that conversations begin with
+        (a system prompt: `[{"role": "system", "content": ...}]`). They go through the chat template
+        as `chat` has it, without the generation prompt: a chat's prompt begins with what its
+        template writes, so that its system message pinned as text would never be found.
 
         It is computed if it is not there. Only whole blocks can be shared, so the rest of the
         prompt is left out: `Pin.num_tokens` says how many of its tokens are kept.
 
         Raises `InvalidRequestError` for a prompt shorter than a block, or when prefix caching is
-        off; `CapacityError` when pins would take more than half of the pool.
+        off; `CapacityError` when pins would take more than half of the pool, or what a live request
+        was promised.
         """
-        token_ids, salt = self._engine.prefix(prompt, cache_salt)
-        once = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+        token_ids, salt = self._engine.prefix(prompt, cache_salt, chat_template)
+        once = SamplingParams(temperature=0, max_tokens=1, detokenize=False, seed=0)
         self._run([salted(token_ids, salt)], [once], None, use_tqdm=False)
         return self._engine.engine.core.pin(token_ids, salt)
 
@@ -254,6 +275,10 @@ class LLM:
         A pool that shrinks drops cached blocks first, then moves blocks that are in use, then
         preempts. Raises `CapacityError`, with the arithmetic, for a size that the machine, a
         running request or a pinned prefix does not allow.
+
+        What was decided at the start stays: `max_model_len` (which the pool of the start caps if it
+        was not given) and `max_num_seqs` (never more than that pool's blocks), the size of the host
+        tier, and what `num_bytes` may be at most: what weights and activations left.
         """
         return self._engine.resize(num_bytes)
 

@@ -89,17 +89,6 @@ class OutputProcessor:
         """Forget a request without an output; one that is not here is fine."""
         self._records.pop(request_id, None)
 
-    def abort(
-        self, request_id: str, now_s: float, stats: Stats | None = None
-    ) -> RequestOutput | None:
-        """End a request: its last output, with what it has. None if it is not here."""
-        record = self._records.pop(request_id, None)
-        if record is None:
-            return None
-        for completion in record.completions:
-            record.abort(completion.index)
-        return record.output(now_s, stats)
-
     def abort_sample(
         self, request_id: str, index: int, now_s: float, stats: Stats | None = None
     ) -> RequestOutput | None:

@@ -9,18 +9,8 @@ from typing import Any
 from octavo.engine.history import PoolSummary
 from octavo.events import EngineEvent, EventKind
 from octavo.kv import MemoryPlan, PoolLedger, PrefixCacheStats, TierLedger
+from octavo.sched.pressure import ModeTotals, PressureTotals
 from octavo.util import human_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Preempted:
-    """What preemptions of one mode did, as far as their events are remembered."""
-
-    num_seqs: int
-    tokens_moved: int
-    """Token states that went to host memory."""
-    tokens_lost: int
-    """Token states that were given up; found again or computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,43 +19,45 @@ class Pressure:
 
     num_preemptions: int
     """Sequences preempted since the start."""
-    by_mode: dict[str, Preempted]
+    by_mode: dict[str, ModeTotals]
     num_storms: int
-    """How often the admission watermark was raised, as far as remembered."""
+    """How often the admission watermark was raised."""
+    num_events_forgotten: int
+    """Events that `LLM.events` does not tell any more: later ones took their place."""
     storm: str | None
     """Why it is above normal now; None: it is not."""
 
     @classmethod
-    def of(cls, num_preemptions: int, events: Iterable[EngineEvent]) -> Pressure:
-        """Summed up from the events."""
-        by_mode: dict[str, Preempted] = {}
-        storms: list[EngineEvent] = []
-        for event in events:
-            if event.kind is EventKind.STORM:
-                storms.append(event)
-            if event.kind is EventKind.PREEMPTED and event.mode is not None:
-                sums = by_mode.get(event.mode, Preempted(0, 0, 0))
-                by_mode[event.mode] = Preempted(
-                    sums.num_seqs + event.num_seqs,
-                    sums.tokens_moved + event.tokens_moved,
-                    sums.tokens_lost + event.tokens_lost,
-                )
-        now = [event.why for event in storms if event.until_s is None]
-        return cls(num_preemptions, by_mode, len(storms), now[-1] if now else None)
+    def of(
+        cls,
+        num_preemptions: int,
+        totals: PressureTotals,
+        num_events_forgotten: int,
+        events: Iterable[EngineEvent],
+    ) -> Pressure:
+        """Joined from the scheduler's counts and what goes on by its events."""
+        storms = [e.why for e in events if e.kind is EventKind.STORM and e.until_s is None]
+        return cls(
+            num_preemptions,
+            totals.by_mode,
+            totals.num_storms,
+            num_events_forgotten,
+            storms[-1] if storms else None,
+        )
 
     def lines(self) -> list[str]:
         """For people; empty when nothing happened."""
         lines = []
-        known = sum(sums.num_seqs for sums in self.by_mode.values())
         for mode, sums in sorted(self.by_mode.items()):
-            of_last = f", of the last {known:,}" if known < self.num_preemptions else ""
             lines.append(
                 f"    by {mode:<9} {sums.num_seqs:,}: {sums.tokens_moved:,} tokens moved to the "
-                f"host, {sums.tokens_lost:,} lost{of_last}"
+                f"host, {sums.tokens_lost:,} lost"
             )
         if self.num_storms:
             now = "back to normal" if self.storm is None else self.storm
-            lines.append(f"    storms: {self.num_storms}; {now}")
+            lines.append(f"    storms: {self.num_storms:,}; {now}")
+        if self.num_events_forgotten:
+            lines.append(f"    events: {self.num_events_forgotten:,} older ones are forgotten")
         return lines
 
 
@@ -117,10 +109,12 @@ class MemoryReport:
         shown = pool if self.num_running or past.peak is None else past.peak
         when = "now"
         if shown is not pool:
-            when = "at its fullest; now all of it is free"
-            if pool.cached:
-                cached = pool.cached // pool.block_size
-                when = f"at its fullest; now {cached:,} of its blocks are cached, the rest is free"
+            when = "at its fullest"
+            whose = "its"
+            if shown.num_blocks != pool.num_blocks:
+                when += f", when it had {shown.num_blocks:,} blocks"
+                whose = f"{pool.num_blocks:,}"
+            when += f"; now {_idle(pool, whose)}"
         title, *table = str(shown).splitlines()
         lines = [
             f"Memory of {self.model} ({self.dtype}, {self.kv_policy} KV)",
@@ -165,3 +159,14 @@ class MemoryReport:
             swapped = f", {stats.swapped_out:,} swapped out" if name == "host" else ""
             lines.append(f"  {name} tier: {tier}; {out:,} offloaded{swapped}, {back:,} came back")
         return lines
+
+
+def _idle(pool: PoolLedger, whose: str) -> str:
+    """A pool that no sequence uses. whose: how many blocks, or "its"."""
+    cached, pinned = pool.cached // pool.block_size, pool.pinned // pool.block_size
+    if not cached:
+        return "all of it is free" if whose == "its" else f"all of {whose} are free"
+    text = f"{cached:,} of {whose} blocks are cached"
+    if pinned:
+        text += f" ({pinned:,} of them pinned)"
+    return f"{text}, the rest is free"

@@ -26,22 +26,22 @@ _LAYOUT = "layers, K and V, kv heads, tokens, head_dim"
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
-def can_share_prefixes(config: EngineConfig, model: Decoder) -> bool:
-    """Whether KV depends on nothing but the tokens before it and may be kept for other requests.
+def why_prefixes_are_not_shared(config: EngineConfig, model: Decoder) -> str | None:
+    """None if KV depends on nothing but the tokens before it and may be kept for other requests.
 
-    Where the model forbids what the configuration allows, the one reason is logged.
+    Where the model forbids what the configuration allows, the reason is logged.
     """
     if not config.enable_prefix_caching:
-        return False
-    if model.rotary.is_dynamic:
-        rope = model.arch.rope
-        logger.warning(
-            "prefix caching is off: %s has dynamic rope scaling: in prompts of more than %d tokens "
-            "the KV of the first depends on how many there are; lower --max-model-len to that many",
-            config.model, rope.original_max_position,
-        )  # fmt: skip
-        return False
-    return True
+        return "prefix caching is off: start without --no-enable-prefix-caching"
+    if not model.rotary.is_dynamic:
+        return None
+    why = (
+        f"prefix caching is off: {config.model} has dynamic rope scaling: in prompts of more than "
+        f"{model.arch.rope.original_max_position} tokens the KV of the first depends on how many "
+        "there are; lower --max-model-len to that many"
+    )
+    logger.warning(why)
+    return why
 
 
 def check_disk_folder(config: EngineConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from octavo.kv.cold import ColdBlocks
-from octavo.kv.lookup import Match, PrefixIndex
+from octavo.kv.lookup import NOBODY_ASKED, Match, PrefixIndex
 from octavo.kv.misses import MissExplainer, not_asked
 from octavo.kv.node import NOWHERE, Node, RootName, block_key
 from octavo.kv.pool import BlockPool
@@ -33,6 +33,7 @@ class PrefixCache(PrefixIndex):
         num_host_blocks: int,
         disk: ColdStore | None,
         max_disk_blocks: int,
+        bytes_per_block: int,
     ) -> None:
         super().__init__(pool, enabled=enabled, num_host_blocks=num_host_blocks)
         pool.keeps_cached = enabled
@@ -41,7 +42,7 @@ class PrefixCache(PrefixIndex):
         self.stats = PrefixCacheStats()
         self.now_s = 0.0
         if disk is not None:
-            self.cold = ColdBlocks(self, disk, max_disk_blocks)
+            self.cold = ColdBlocks(self, disk, max_disk_blocks, bytes_per_block)
 
     def _num_ghosts_kept(self) -> int:
         if not self.enabled:
@@ -56,11 +57,16 @@ class PrefixCache(PrefixIndex):
     # -- what is found
 
     def open(self, table: BlockTable) -> None:
-        """Give a new sequence what is found for it, and set its `num_committed`."""
+        """Give a new sequence what is found for it, and set its `num_committed`.
+
+        Found by the first sequence of a request: the work of others. By one that was preempted: its
+        own. By a further one that starts from the beginning: its siblings', as if it had forked.
+        """
         demand, account = table.demand, table.account
         if not demand.token_ids:
             return
         match = self.match(demand, table.root_name)
+        self._asked = NOBODY_ASKED
         is_first = not account.has_started and not demand.resumed
         num_found = self._take(table, match)
         if is_first:
@@ -76,9 +82,12 @@ class PrefixCache(PrefixIndex):
                 )
             else:
                 account.misses = not_asked(demand, self.pool.block_size)
-        else:
+        elif demand.resumed:
             account.resumed_tokens += num_found
             self.stats.resumed_tokens += num_found
+        else:
+            account.forked_tokens += num_found
+            self.stats.forked_tokens += num_found
         account.has_started = True
 
     def _take(self, table: BlockTable, match: Match) -> int:
@@ -128,7 +137,7 @@ class PrefixCache(PrefixIndex):
 
     def _copy_in(self, node: Node) -> int | None:
         """A new block of the pool with a copy of what a tier holds; None: no room, or damaged."""
-        if not self.pool.num_free:
+        if not self.pool.num_free or (node.host_id < 0 and not self._may_fetch()):
             return None
         self.host.hold(node)  # what is evicted for it must not take its place on the host
         (block_id,) = self.pool.allocate(1)
@@ -144,6 +153,9 @@ class PrefixCache(PrefixIndex):
             return None
         self.pool.copies.append(copy)
         return block_id
+
+    def _may_fetch(self) -> bool:
+        return self.cold is not None and self.cold.num_left() > 0
 
     def _take_part(self, node: Node, num_tokens: int) -> int | None:
         """A block that begins with the first tokens of a node and may be written behind them."""
@@ -203,10 +215,14 @@ class PrefixCache(PrefixIndex):
         table.last_node, table.num_registered = None, 0
         table.next_register = sys.maxsize
 
-    def register_tail(self, table: BlockTable, *, or_shared: bool = False) -> Node | None:
+    def register_tail(
+        self, table: BlockTable, *, or_shared: bool = False, is_old: bool = False
+    ) -> Node | None:
         """The sequence gives its blocks up: its last, partial block gets a node; None if it
         cannot or need not have one. A block that others go on writing (`or_shared`) may have one
-        too: they write behind its tokens."""
+        too: they write behind its tokens. `is_old` says that it has not grown in the step that is
+        being planned: what it holds may be copied in that step. Else nobody knows, and it is found
+        from the next step on."""
         num_full, num_tail = divmod(table.num_committed, self.pool.block_size)
         parent, end = table.last_node, table.num_committed
         if not num_tail or num_full != table.num_registered or len(table.token_ids) < end:
@@ -227,18 +243,14 @@ class PrefixCache(PrefixIndex):
                     return other if other.key == key else None
         node = self._child(parent, table.root_name, key)
         self._assign(node, block_id)
+        node.step -= is_old
         return node
 
     def _child(self, parent: Node | None, root_name: RootName, key: bytes) -> Node:
         """The node of a block; the caller gives it one if it has none."""
         if parent is None:
-            parent = self.find_root(root_name) or self.tree.root(root_name)
-        child = parent.children.get(key)
-        if child is None:
-            child = self.tree.add(parent, key)
-            if self.cold is not None:
-                self.cold.adopt_below(child)
-        return child
+            parent = self.tree.root(root_name)
+        return parent.children.get(key) or self.tree.add(parent, key)
 
     def _assign(self, node: Node, block_id: int) -> None:
         """A block that somebody owns holds what the node says, once this step has run."""
@@ -278,9 +290,7 @@ class PrefixCache(PrefixIndex):
         elif (self.enabled or node.num_holds) and node.step < self.step and self.to_host(node):
             self.stats.offloads_to_host += 1
         self.stats.evictions += self.enabled
-        self.pool.nodes[block_id] = None
-        node.block_id = NOWHERE
-        self.tree.lost(node, self.pool.block_size, self.now_s)
+        self.unregister(node)
 
     def unregister(self, node: Node) -> None:
         """Take the node from its block of the pool."""

@@ -81,6 +81,8 @@ class PoolLedger(RequestLedger):
     """Free slots that it can allocate."""
     num_blocks: int
     """Blocks in the pool."""
+    pinned: int = 0
+    """Slots in pinned blocks: no kind of their own, but among those that are cached or used."""
 
     @property
     def num_slots(self) -> int:
@@ -118,7 +120,10 @@ class PoolLedger(RequestLedger):
             f"KV pool: {self.num_blocks:,} blocks x {self.block_size} tokens = "
             f"{self.num_slots:,} slots, {human_bytes(self.num_bytes)}"
         ]
-        rows = [*self.terms().items(), ("saved by sharing", self.shared_saved)]
+        rows = list(self.terms().items())
+        if self.pinned:
+            rows.append(("pinned, of these", self.pinned))
+        rows.append(("saved by sharing", self.shared_saved))
         for name, num in rows:
             lines.append(
                 f"  {name:<16} {num:>12,} slots {self.blocks_of(num):>12,.1f} blocks "
@@ -136,8 +141,7 @@ def pool_ledger(
 ) -> PoolLedger:
     """The ledger of a pool from all tables that hold blocks of it, and the pins by block."""
     counts = pool.ref_counts
-    num_only_pinned = sum(counts[block_id] == num for block_id, num in pins.items())
-    num_physical = pool.num_used - num_only_pinned
+    num_physical = pool.num_used - pool.num_only_pinned
     split = _split(
         tables, num_physical, lambda block_id: counts[block_id] - pins.get(block_id, 0), pool
     )
@@ -147,11 +151,12 @@ def pool_ledger(
         reserved=split.reserved,
         internal=split.internal,
         external=num_external_blocks * pool.block_size,
-        cached=(pool.num_cached + num_only_pinned) * pool.block_size,
+        cached=(pool.num_cached + pool.num_only_pinned) * pool.block_size,
         free=num_free * pool.block_size,
         num_physical_blocks=num_physical,
         num_logical_blocks=split.num_logical_blocks,
         num_blocks=pool.num_blocks,
+        pinned=len(pins) * pool.block_size,
         block_size=pool.block_size,
         bytes_per_block=bytes_per_block,
     )

@@ -172,7 +172,9 @@ class KVCacheManager(KVState):
         self._holds.note(table)
         if not (to_host and self.policy.shares_blocks):
             tokens_lost = sum(num for _, _, num in own_blocks(table, self._cache))
-            self.release(seq_id)
+            if self._cache.enabled:
+                self._cache.register_tail(table, is_old=True)
+            self._give_back(table)
             return Preempted(self.num_free_blocks - num_free, 0, tokens_lost)
         tokens_moved, tokens_lost, block_ids = self._holds.move_out(table)
         self._give_back(table)
@@ -222,15 +224,10 @@ class KVCacheManager(KVState):
         Returns the (old, new) ids of blocks that move, all at once, in every table; their copies
         are among the coming ones, to be done before the memory behind the new end is given up.
         Cached blocks are evicted, the least recently used first. Raises `CapacityError` when more
-        blocks are referenced (`resize_shortfall`) or the policy cannot move blocks; then nothing
-        has changed.
+        blocks are referenced (`resize_shortfall`), and as `check_size` does; then nothing has
+        changed.
         """
-        if num_blocks < 1 or not self.policy.shares_blocks:
-            raise CapacityError(
-                f"the KV pool of {self.num_blocks:,} blocks cannot be resized to {num_blocks:,}: "
-                + ("it needs at least 1" if num_blocks < 1 else "")
-                + ("" if self.policy.shares_blocks else f" --kv-policy {self.policy.name} is fixed")
-            )
+        self.check_size(num_blocks)
         shortfall = self.resize_shortfall(num_blocks)
         if shortfall:
             raise CapacityError(

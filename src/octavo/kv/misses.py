@@ -7,7 +7,7 @@ from itertools import islice
 
 from octavo.kv.node import Node, Root, block_key
 from octavo.kv.policy import SeqDemand
-from octavo.kv.tree import PrefixTree, neighbours
+from octavo.kv.tree import PrefixTree, neighbours, whole_blocks
 from octavo.outputs import MissReason, PrefixMiss
 from octavo.util import cdiv
 
@@ -71,20 +71,17 @@ class MissExplainer:
 
     def _skip_ghosts(self, node: Node | None, index: int) -> tuple[int, Node | None]:
         """A run of blocks that the cache had, and lost: at least the first of them."""
-        first, evicted_s = index, 0.0
-        demand, block_size = self._demand, self._block_size
-        while node is not None and (index + 1) * block_size <= demand.num_tokens:
-            key = block_key(demand.token_ids, index * block_size, (index + 1) * block_size)
-            child = node.children.get(key)
-            if child is None or (index == first and child.evicted_s is None):
-                break
-            if index == first:
-                evicted_s = child.evicted_s or 0.0
-            node, index = child, index + 1
-        if index > first:
-            ago = self._now_s - evicted_s
-            self._add(first, index, MissReason.EVICTED, evicted_s_ago=ago)
-        return index, node
+        known = [] if node is None else self._known_below(node, index)
+        if not known or known[0].evicted_s is None:
+            return index, node
+        ago = self._now_s - known[0].evicted_s
+        self._add(index, index + len(known), MissReason.EVICTED, evicted_s_ago=ago)
+        return index + len(known), known[-1]
+
+    def _known_below(self, node: Node, index: int) -> list[Node]:
+        """Nodes of the prompt's whole blocks from `index` on."""
+        demand, size = self._demand, self._block_size
+        return list(whole_blocks(node, demand.token_ids, index * size, demand.num_tokens, size))
 
     def _never_seen(self, index: int, key: bytes) -> None:
         end = index
@@ -93,23 +90,11 @@ class MissExplainer:
             others = (root for root in self._tree.roots.values() if root is not own)
             for root in islice(others, _MAX_SALTS):
                 if key in root.children:
-                    end = self._num_known(root)
+                    end = len(self._known_below(root, 0))
                     self._add(0, end, MissReason.OTHER_SALT)
                     break
         if end < self._num_blocks:
             self._add(end, self._num_blocks, MissReason.NEVER_SEEN)
-
-    def _num_known(self, node: Node) -> int:
-        """Whole blocks of the prompt below another root."""
-        demand, block_size = self._demand, self._block_size
-        num = 0
-        while (num + 1) * block_size <= demand.num_tokens:
-            key = block_key(demand.token_ids, num * block_size, (num + 1) * block_size)
-            child = node.children.get(key)
-            if child is None:
-                break
-            node, num = child, num + 1
-        return num
 
     def _cut_at(self, first: int | None, num_found: int) -> None:
         """From some block on nothing could be found, for it must be computed."""

@@ -70,7 +70,7 @@ class Node:
         """Waiting sequences for which its KV is kept, or must be moved to the host when it leaves
         the pool; while it is on the host it stays there."""
         self.step = 0
-        """The step that computes its tokens."""
+        """The step that computes its tokens; or a later one, where it is not known."""
         self.evicted_s: float | None = None
         """Of a ghost: when its last block was lost."""
         self.digest: bytes | None = None

@@ -67,6 +67,9 @@ class PagedPolicy:
         if num_missing:
             table.append(pool.allocate(num_missing))
         first_written = num_computed // block_size
+        # From here on the table's blocks are its own now: `_entry_to_copy` has looked at all of
+        # them up to the old `exclusive_from`. Positions before `num_computed` in the block that is
+        # written are among them, down to where the tokens end that the prefix tree finds there.
         begin = first_written * block_size
         if begin < num_computed and (node := pool.nodes[table.block_ids[first_written]]):
             begin += node.num_tokens

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
-from octavo.errors import CapacityError, InvalidRequestError
+from octavo.errors import CapacityError, IntegrityError, InvalidRequestError
 from octavo.kv.cache import PrefixCache
-from octavo.kv.node import Node, block_key
+from octavo.kv.tree import whole_blocks
 
 _MOST = 0.5
 """Share of the pool that pins may take."""
@@ -30,7 +31,7 @@ class Pins:
         self._cache = cache
         self.blocks: dict[int, list[int]] = {}
         """By pin."""
-        self.counts: Counter[int] = Counter()
+        self.counts = cache.pool.pins
         """By block: pins that hold it."""
         self._next_id = 0
 
@@ -39,24 +40,34 @@ class Pins:
         """Blocks that are pinned, each counted once."""
         return len(self.counts)
 
-    @property
-    def num_unused_blocks(self) -> int:
-        """Blocks that only pins reference."""
-        counts = self._cache.pool.ref_counts
-        return sum(counts[block_id] == num for block_id, num in self.counts.items())
+    def check_fits(self, num_blocks: int) -> None:
+        """Raise `CapacityError` if pins would have more than their share of so large a pool."""
+        if self.num_blocks > int(num_blocks * _MOST):
+            raise CapacityError(
+                f"the KV pool cannot have {num_blocks:,} blocks: {self.num_blocks:,} are pinned, "
+                f"and pins may take half, {int(num_blocks * _MOST):,}; unpin something, or leave "
+                f"at least {2 * self.num_blocks:,}"
+            )
+
+    def num_in(self, token_ids: Sequence[int], salt: str) -> int:
+        """Pinned blocks that a prompt finds. Its last token is never found."""
+        cache, counts = self._cache, self.counts
+        root = cache.tree.roots.get((salt, "")) if counts else None
+        if root is None:
+            return 0
+        nodes = whole_blocks(root, token_ids, 0, len(token_ids) - 1, cache.pool.block_size)
+        return sum(1 for _ in takewhile(lambda node: node.block_id in counts, nodes))
 
     def pin(self, token_ids: Sequence[int], salt: str) -> Pin:
         """Pin the whole blocks of a prefix, as far as they are in the pool now."""
         cache, pool = self._cache, self._cache.pool
         size = pool.block_size
-        node: Node | None = cache.tree.roots.get((salt, "")) if cache.enabled else None
+        root = cache.tree.roots.get((salt, "")) if cache.enabled else None
         block_ids: list[int] = []
-        while node is not None and (len(block_ids) + 1) * size <= len(token_ids):
-            start = len(block_ids) * size
-            node = node.children.get(block_key(token_ids, start, start + size))
-            if node is None or node.block_id < 0:
-                break
-            block_ids.append(node.block_id)
+        if root is not None:
+            nodes = whole_blocks(root, token_ids, 0, len(token_ids), size)
+            in_pool = takewhile(lambda node: node.block_id >= 0, nodes)
+            block_ids = [node.block_id for node in in_pool]
         num_new = sum(block_id not in self.counts for block_id in block_ids)
         most = int(pool.num_blocks * _MOST)
         if self.num_blocks + num_new > most:
@@ -66,9 +77,7 @@ class Pins:
                 f"of the KV pool's {pool.num_blocks:,} blocks of {size} tokens: unpin something, "
                 "pin a shorter prefix, or raise --kv-cache-memory-bytes"
             )
-        for block_id in block_ids:
-            pool.acquire(block_id)
-        self.counts.update(block_ids)
+        pool.pin(block_ids)
         pin = Pin(self._next_id, len(block_ids) * size, len(block_ids))
         self._next_id += 1
         self.blocks[pin.pin_id] = block_ids
@@ -82,15 +91,20 @@ class Pins:
                 f"pin_id {pin_id!r} is not pinned: it never was, or is unpinned already",
                 parameter="pin_id",
             )
-        for block_id in block_ids:
-            if self.counts[block_id] == 1:
-                del self.counts[block_id]
-            else:
-                self.counts[block_id] -= 1
-        self._cache.pool.release(block_ids)
+        self._cache.pool.unpin(block_ids)
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` unless the pool counts what the pins say."""
+        pool = self._cache.pool
+        pinned = Counter(block_id for block_ids in self.blocks.values() for block_id in block_ids)
+        num_only = sum(pool.ref_counts[block_id] == num for block_id, num in pinned.items())
+        if pinned != self.counts or num_only != pool.num_only_pinned:
+            raise IntegrityError(
+                f"the pool counts {len(self.counts)} pinned blocks, {pool.num_only_pinned} of them "
+                f"without another owner, expected {len(pinned)} and {num_only}"
+            )
 
     def rename(self, moves: dict[int, int]) -> None:
         """Blocks have other ids, by the old one."""
-        self.counts = Counter({moves.get(i, i): num for i, num in self.counts.items()})
         for pin_id, block_ids in self.blocks.items():
             self.blocks[pin_id] = [moves.get(i, i) for i in block_ids]

@@ -64,7 +64,8 @@ class Preempted(NamedTuple):
     num_blocks: int
     """Blocks of the pool that became allocatable."""
     tokens_moved: int
-    """Token states that were moved to host memory and wait there for it."""
+    """Token states that were copied to host memory by this preemption, and wait there for it. What
+    is there already is not counted, nor what others have in the pool: that moves when they go."""
     tokens_lost: int
     """Token states that nothing holds for it: a cache may still have them when it starts again."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from octavo.errors import IntegrityError
@@ -22,7 +23,7 @@ class BlockPool:
 
     __slots__ = (
         "_free", "_ref_counts", "block_size", "copies", "evict", "keeps_cached", "nodes",
-        "num_blocks", "num_cached",
+        "num_blocks", "num_cached", "num_only_pinned", "pins",
     )  # fmt: skip
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -34,6 +35,10 @@ class BlockPool:
         """By block: the node whose KV it holds. Set by the prefix cache."""
         self.num_cached = 0
         """Blocks that are cached."""
+        self.pins: Counter[int] = Counter()
+        """By block: how many of its owners are pins."""
+        self.num_only_pinned = 0
+        """Blocks whose owners are all pins."""
         self.keeps_cached = True
         """Whether blocks with a node stay cached when nobody references them."""
         self.evict: Callable[[int], None] = self._no_cache
@@ -92,7 +97,25 @@ class BlockPool:
             assert self.nodes[block_id] is not None, f"block {block_id} holds nothing"
             self._free.remove(block_id)
             self.num_cached -= 1
+        elif self.pins:
+            self.num_only_pinned -= self._ref_counts[block_id] == self.pins.get(block_id)
         self._ref_counts[block_id] += 1
+
+    def pin(self, block_ids: Sequence[int]) -> None:
+        """Give each of these cached or referenced blocks an owner that is a pin."""
+        for block_id in block_ids:
+            self.acquire(block_id)
+            self.pins[block_id] += 1
+            self.num_only_pinned += self._ref_counts[block_id] == self.pins[block_id]
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        """Take those owners away again."""
+        for block_id in block_ids:
+            self.num_only_pinned -= self._ref_counts[block_id] == self.pins[block_id]
+            self.pins[block_id] -= 1
+            if not self.pins[block_id]:
+                del self.pins[block_id]
+        self.release(block_ids)
 
     def demote(self, block_id: int) -> None:
         """A cached block is the next to be allocated."""
@@ -123,6 +146,8 @@ class BlockPool:
             if not 0 <= block_id < self.num_blocks or counts[block_id] < 1:
                 self._check_id(block_id)
                 raise IntegrityError(f"block {block_id} is free and cannot be shared")
+            if self.pins:
+                self.num_only_pinned -= counts[block_id] == self.pins.get(block_id)
             counts[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
@@ -142,6 +167,8 @@ class BlockPool:
                     raise IntegrityError(f"block {block_id} is freed twice: it has no owner")
                 counts[block_id] -= 1
                 if counts[block_id]:
+                    if self.pins:
+                        self.num_only_pinned += counts[block_id] == self.pins.get(block_id)
                     continue
                 if nodes[block_id] is not None:
                     if self.keeps_cached:
@@ -195,6 +222,10 @@ class BlockPool:
             self.nodes[new] = node
             if node is not None:
                 node.block_id = new
+        if moves and self.pins:
+            moved_pins = {moves.get(i, i): num for i, num in self.pins.items()}
+            self.pins.clear()
+            self.pins.update(moved_pins)
         del self._ref_counts[num_blocks:]
         del self.nodes[num_blocks:]
         self.num_blocks = num_blocks

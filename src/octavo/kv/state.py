@@ -78,6 +78,7 @@ class KVState:
             num_host_blocks=num_host_blocks if self.policy.shares_blocks else 0,
             disk=disk,
             max_disk_blocks=max_disk_blocks,
+            bytes_per_block=bytes_per_block,
         )
         self._holds = Holds(self._cache)
         self._pins = Pins(self._cache)
@@ -112,6 +113,20 @@ class KVState:
         """Most tokens that one sequence, alone in the pool, can hold under the policy. Pinned
         blocks are not for it."""
         return self.policy.max_tokens_of_one_sequence - self._pins.num_blocks * self.block_size
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Blocks of the pool that are pinned."""
+        return self._pins.num_blocks
+
+    def num_pinned_in(self, token_ids: Sequence[int], salt: str = "") -> int:
+        """Pinned blocks that a sequence with this prompt shares when it starts."""
+        return self._pins.num_in(token_ids, salt)
+
+    def num_pinned_of(self, seq_id: int) -> int:
+        """Pinned blocks that a running sequence has in its table."""
+        counts = self._pins.counts
+        return sum(i in counts for i in self._table(seq_id).block_ids) if counts else 0
 
     @property
     def can_preempt(self) -> bool:
@@ -168,6 +183,17 @@ class KVState:
     def resize_shortfall(self, num_blocks: int) -> int:
         """Blocks that must be released before `resize` to `num_blocks` can succeed."""
         return max(0, self._pool.num_used - num_blocks)
+
+    def check_size(self, num_blocks: int) -> None:
+        """Raise `CapacityError` if the pool cannot be resized so, whoever gives way: less than a
+        block, a policy that cannot move blocks, or pins that would have more than half."""
+        if num_blocks < 1 or not self.policy.shares_blocks:
+            raise CapacityError(
+                f"the KV pool of {self.num_blocks:,} blocks cannot be resized to {num_blocks:,}: "
+                + ("it needs at least 1" if num_blocks < 1 else "")
+                + ("" if self.policy.shares_blocks else f" --kv-policy {self.policy.name} is fixed")
+            )
+        self._pins.check_fits(num_blocks)
 
     # -- accounts
 
@@ -229,6 +255,7 @@ class KVState:
         check_cache(self._cache, self._holds)
         for request_id, account in self._accounts.items():
             account.check_integrity(request_id)
+        self._pins.check_integrity()
         self.ledger().check_integrity()
         self.host_ledger().check_integrity()
         self.disk_ledger().check_integrity()

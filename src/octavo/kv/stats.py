@@ -18,7 +18,8 @@ class PrefixCacheStats:
     resumed_tokens: int = 0
     """Tokens that preempted sequences found again when they started again."""
     forked_tokens: int = 0
-    """Tokens that sequences took over by forking."""
+    """Tokens that sequences took over from others of their request: by forking, or found by one
+    that starts later, such as a sample that begins because the first one has ended."""
     partial_hits: int = 0
     """Starts that found the beginning of a block; all are copies, but for exact ones."""
     partial_hit_tokens: int = 0

@@ -58,10 +58,10 @@ class Holds:
         """Hold all that a running sequence has, and move to the host what only it has, from its
         first block on, as far as there is room. Its blocks are still to be released."""
         cache = self._cache
-        tail = cache.register_tail(table, or_shared=True)
-        nodes = chain_to(table.last_node, table.num_registered)
-        if len(nodes) < table.num_registered:  # the tree has forgotten where they belong
-            nodes.clear()
+        tail = cache.register_tail(table, or_shared=True, is_old=True)
+        last = table.last_node
+        # A node without a parent was forgotten by the tree: nobody would find what it holds.
+        nodes = chain_to(last, table.num_registered) if last and last.parent else []
         if tail is not None:
             nodes.append(tail)
         for node in nodes:
@@ -75,11 +75,12 @@ class Holds:
                 lost += num_tokens
             elif held.block_id != block_id:
                 pass  # an equal block is somewhere else
-            elif held.host_id >= 0 or cache.to_host(held):
+            elif held.host_id >= 0:
+                block_ids.append(block_id)  # it is there already
+            elif cache.to_host(held):
                 block_ids.append(block_id)
-                if held.num_holds == 1:  # else it is there already, for somebody else too
-                    cache.stats.swapped_out += 1
-                    moved += num_tokens
+                cache.stats.swapped_out += 1
+                moved += num_tokens
             else:
                 lost += num_tokens
         return MovedOut(moved, lost, block_ids)

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from octavo.errors import IntegrityError
-from octavo.kv.node import NOWHERE, Node
-from octavo.plan import BlockLabel
+from octavo.kv.node import NOWHERE, Node, block_key
+from octavo.plan import PLANS_UNDER_WAY, BlockLabel
 from octavo.util import human_bytes
-
-PLANS_UNDER_WAY = 4
-"""A block planned for the disk may not have arrived there before so many plans are made."""
 
 
 class ColdStore(Protocol):
@@ -161,27 +158,50 @@ class HostTier:
             raise IntegrityError("host blocks are counted twice")
 
 
+class Orphan(NamedTuple):
+    """A block that an earlier process left, and that has no node in the tree yet."""
+
+    parent: bytes
+    """The digest above it."""
+    key: bytes
+    """Its own tokens."""
+
+
 class DiskTier:
     """Blocks on disk: which node each belongs to, the least recently used in front.
 
     Ids are never used twice. Blocks that an earlier process left belong to nobody (an orphan)
-    until the tree has the node above them.
+    until somebody looks for them.
     """
 
-    def __init__(self, store: ColdStore, max_blocks: int, on_lost: Callable[[Node], None]) -> None:
-        """`on_lost` is called with every node that has lost its block here."""
+    def __init__(
+        self,
+        store: ColdStore,
+        max_blocks: int,
+        on_lost: Callable[[Node], None],
+        is_right: Callable[[BlockLabel, bytes], bool],
+    ) -> None:
+        """`on_lost` is called with every node that has lost its block here. `is_right` is asked of
+        every label, with its tokens as a key; blocks with one that is not right are deleted."""
         self._store = store
         self._on_lost = on_lost
         self.max_blocks = max_blocks
-        self._nodes: OrderedDict[int, tuple[Node | BlockLabel, int]] = OrderedDict()
+        self._nodes: OrderedDict[int, tuple[Node | Orphan, int]] = OrderedDict()
         """By disk id: the owner and the plan in which it is written."""
-        self.orphans: dict[bytes, dict[int, BlockLabel]] = {}
-        """Blocks without an owner, by the digest above them."""
+        self.orphans: dict[bytes, dict[bytes, int]] = {}
+        """Blocks without an owner, by the digest above them and their tokens."""
         self._next_id = 0
         for disk_id, label in store.entries():
             self._next_id = max(self._next_id, disk_id + 1)
-            self._nodes[disk_id] = (label, -PLANS_UNDER_WAY)
-            self.orphans.setdefault(label.parent, {})[disk_id] = label
+            orphan = Orphan(label.parent, block_key(label.token_ids, 0, len(label.token_ids)))
+            if not is_right(label, orphan.key):
+                store.delete(disk_id)
+                continue
+            before = self.orphans.get(orphan.parent, {}).get(orphan.key)
+            if before is not None:
+                self.delete(before)
+            self._nodes[disk_id] = (orphan, -PLANS_UNDER_WAY)
+            self.orphans.setdefault(orphan.parent, {})[orphan.key] = disk_id
         while len(self._nodes) > max_blocks:
             self.delete(next(iter(self._nodes)))
 
@@ -221,13 +241,13 @@ class DiskTier:
             owner.disk_id = NOWHERE
             self._on_lost(owner)
         else:
-            self._forget_orphan(disk_id, owner)
+            self._forget_orphan(owner)
 
     def adopt(self, disk_id: int, node: Node) -> None:
-        """An orphan has found its node."""
-        label, written = self._nodes[disk_id]
-        assert isinstance(label, BlockLabel)
-        self._forget_orphan(disk_id, label)
+        """An orphan has found its node, which has no block on disk."""
+        orphan, written = self._nodes[disk_id]
+        assert isinstance(orphan, Orphan) and orphan.key == node.key and node.disk_id < 0
+        self._forget_orphan(orphan)
         self._nodes[disk_id] = (node, written)
         node.disk_id = disk_id
 
@@ -244,7 +264,7 @@ class DiskTier:
 
     def check_integrity(self, num_nodes: int) -> None:
         """Raise `IntegrityError` unless the blocks are those of `num_nodes` nodes and orphans."""
-        orphans = {i for siblings in self.orphans.values() for i in siblings}
+        orphans = {i for siblings in self.orphans.values() for i in siblings.values()}
         num_owned = 0
         for disk_id, (owner, _) in self._nodes.items():
             if isinstance(owner, Node):
@@ -261,8 +281,8 @@ class DiskTier:
                 f"{num_nodes} of nodes and {len(orphans)} orphans"
             )
 
-    def _forget_orphan(self, disk_id: int, label: BlockLabel) -> None:
-        siblings = self.orphans[label.parent]
-        del siblings[disk_id]
+    def _forget_orphan(self, orphan: Orphan) -> None:
+        siblings = self.orphans[orphan.parent]
+        del siblings[orphan.key]
         if not siblings:
-            del self.orphans[label.parent]
+            del self.orphans[orphan.parent]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from octavo.kv.node import TOKEN_BYTES, Node, Root, RootName, num_common_tokens
+from octavo.kv.node import TOKEN_BYTES, Node, Root, RootName, block_key, num_common_tokens
 
 _MAX_LOOKED_AT = 16
 """Neighbours on either side of a key that are looked at for a common beginning."""
@@ -108,6 +108,19 @@ class PrefixTree:
             todo.extend(node.children.values())
             if not isinstance(node, Root):
                 yield node
+
+
+def whole_blocks(
+    node: Node, token_ids: Sequence[int], start: int, end: int, block_size: int
+) -> Iterator[Node]:
+    """The nodes of the whole blocks of tokens `start .. end - 1`, each a child of the one before
+    and the first of `node`, as far as the tree has them: ghosts too."""
+    for at in range(start, end - block_size + 1, block_size):
+        child = node.children.get(block_key(token_ids, at, at + block_size))
+        if child is None:
+            return
+        yield child
+        node = child
 
 
 def neighbours(parent: Node, key: bytes) -> Iterator[Iterator[tuple[Node, int]]]:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from octavo.plan import BlockLabel
 
-VERSION = 1
+VERSION = 2
 """Written into every file; files of another version are not read."""
 
 _MAGIC = b"octavoKV"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.plan import BlockLabel
+from octavo.plan import PLANS_UNDER_WAY, BlockLabel
 from octavo.runner.disk_file import (
     DamagedFileError,
     digest_of,
@@ -44,7 +44,8 @@ class _Write(NamedTuple):
 
 
 class _Fetched:
-    """A verified block that waits for the copies which will take it."""
+    """A verified block that waits for the copies which will take it. `age` counts the plans that
+    were carried out since it was fetched."""
 
     __slots__ = ("age", "data", "num_takers")
 
@@ -91,7 +92,8 @@ class DiskStore:
     """Blocks in one folder, by disk id. Make one with `open_disk_store`, end it with `close`.
 
     `put` and `delete` return at once; a thread carries them out in order. `fetch` reads, here and
-    now, what `take` then hands out.
+    now, what `take` then hands out. One thread plans (`fetch`, `delete`), another one may carry out
+    plans (`put`, `take`, `settle`).
     """
 
     wait_when_full: bool = False
@@ -159,14 +161,17 @@ class DiskStore:
 
     def fetch(self, disk_id: int) -> bool:
         """Read and verify a block, for one `take`; False if it is damaged or not there."""
-        held = self._fetched.get(disk_id)
-        if held is None:
+        with self._changed:
+            held = self._fetched.get(disk_id)
+            data = None if held is None else held.data
+        if data is None:
             data = self._read(disk_id)
             if data is None:
                 return False
-            held = self._fetched[disk_id] = _Fetched(data)
-        held.num_takers += 1
-        held.age = 0
+        with self._changed:
+            held = self._fetched.setdefault(disk_id, _Fetched(data))
+            held.num_takers += 1
+            held.age = 0
         return True
 
     def delete(self, disk_id: int) -> None:
@@ -212,23 +217,27 @@ class DiskStore:
 
     def take(self, disk_id: int) -> Bytes | None:
         """[block_bytes] uint8 of a block that was fetched; None if it was not."""
-        held = self._fetched.get(disk_id)
-        if held is None:
-            return None
-        held.num_takers -= 1
-        if not held.num_takers:
-            del self._fetched[disk_id]
-        return held.data
+        with self._changed:
+            held = self._fetched.get(disk_id)
+            if held is None:
+                return None
+            held.num_takers -= 1
+            if not held.num_takers:
+                del self._fetched[disk_id]
+            return held.data
 
     def settle(self) -> None:
         """The copies of a plan are done: what was fetched for it and not taken goes.
 
-        Only the second time, since the next plan may be made while one is carried out.
+        Which plan that was is not said. So many may have been under way when a block was fetched
+        that it is kept until `PLANS_UNDER_WAY` more are carried out, and then the one that it was
+        fetched for.
         """
-        for disk_id, held in list(self._fetched.items()):
-            if held.age:
-                del self._fetched[disk_id]
-            held.age += 1
+        with self._changed:
+            for disk_id, held in list(self._fetched.items()):
+                held.age += 1
+                if held.age > PLANS_UNDER_WAY:
+                    del self._fetched[disk_id]
 
     def flush(self) -> None:
         """Wait until everything that was put or deleted so far is on the disk."""
@@ -242,7 +251,8 @@ class DiskStore:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
-        self._fetched.clear()
+        with self._changed:
+            self._fetched.clear()
         self._lock.release()
 
     # -- the thread

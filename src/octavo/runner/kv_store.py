@@ -40,12 +40,12 @@ class BlockFiles(Protocol):
         ...
 
     def settle(self) -> None:
-        """The copies of a plan are done."""
+        """The copies of a plan are done; called for every plan, with copies or without."""
         ...
 
 
 class HostTraffic(NamedTuple):
-    """What moving blocks to and from host memory cost in one plan."""
+    """What moving blocks to and from host memory cost in one plan; zeros where it is not known."""
 
     num_blocks: int
     seconds: float
@@ -146,17 +146,16 @@ class KVStore:
     def copy(self, copies: list[BlockCopy]) -> HostTraffic:
         """Copy whole blocks, as if one by one: a later copy may read what an earlier one wrote.
 
-        Seconds are those of the caller. On a GPU, where copies only get queued, an event before and
-        after would be recorded and read once the step's tokens have been waited for anyway.
+        On a CPU the answer says what was moved to and from the host and how long that took. On a
+        GPU copies are only queued, and the seconds of that say nothing: zeros, so that what
+        `host_copy_speed` has measured, waiting for the end, remains the estimate.
         """
-        if not copies:
-            return HostTraffic(0, 0.0)
         num_blocks, seconds = 0, 0.0
         for kind, group in groupby(copies, key=lambda copy: copy.kind):
             run = list(group)
             begun = time.perf_counter()
             self._copy_run(kind, run)
-            if kind is CopyKind.TO_HOST or kind is CopyKind.FROM_HOST:
+            if self._on_cpu and kind in (CopyKind.TO_HOST, CopyKind.FROM_HOST):
                 num_blocks += len(run)
                 seconds += time.perf_counter() - begun
         if self.disk is not None:

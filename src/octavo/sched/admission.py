@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from octavo.errors import CapacityError, ConfigError, InvalidRequestError, RequestCapacityError
+from octavo.errors import ConfigError, InvalidRequestError, RequestCapacityError
 from octavo.kv.manager import KVCacheManager
 from octavo.request import Request
 from octavo.sched.events import no_room
+from octavo.sched.promises import num_pinned_for
 from octavo.sched.roster import demand_of
-from octavo.sched.sequence import Sequence, SequenceGroup
+from octavo.sched.sequence import Sequence
 from octavo.util import cdiv
 
 _POOL_FLAGS = "--kv-cache-memory-bytes (or --num-gpu-blocks-override)"
@@ -49,10 +48,11 @@ class Admission:
             raise InvalidRequestError(
                 "the prompt has no tokens: give at least one", parameter="prompt"
             )
-        pool_tokens = self._kv.max_tokens_of_one_sequence
+        num_found = num_pinned_for(self._kv, request)
+        pool_tokens = self._kv.max_tokens_of_one_sequence + num_found * self._kv.block_size
         limits = (
             (self._max_model_len, f"max_model_len {self._max_model_len:,}", "--max-model-len"),
-            (pool_tokens, self._pool_phrase(pool_tokens), _POOL_FLAGS),
+            (pool_tokens, self._pool_phrase(pool_tokens, num_found), _POOL_FLAGS),
         )
         smallest = min(self._max_model_len, pool_tokens)
         for limit, phrase, flag in limits:
@@ -77,11 +77,15 @@ class Admission:
                     parameter="max_tokens",
                 )
         if request.beam is not None:
-            self._check_beams(num_prompt, total, request.beam.beam_width)
+            self._check_beams(num_prompt, total, request.beam.beam_width, num_found)
         return total
 
-    def _check_beams(self, num_prompt: int, num_tokens: int, width: int) -> None:
-        """All beams run in one step, and share no more than the full blocks of the prompt."""
+    def _check_beams(self, num_prompt: int, num_tokens: int, width: int, num_found: int) -> None:
+        """All beams run in one step, and share no more than the full blocks of the prompt.
+
+        `num_tokens`, with the prompt, are known to fit for one sequence. `num_found` blocks of
+        the prompt are pinned.
+        """
         if width > self._max_num_seqs:
             raise RequestCapacityError(
                 f"beam_width {width} exceeds max_num_seqs {self._max_num_seqs}: all beams run in "
@@ -92,43 +96,30 @@ class Admission:
         num_shared = num_prompt // block_size
         num_own = cdiv(num_tokens, block_size) - num_shared
         num_blocks = num_shared + width * num_own
-        limit = self._kv.max_tokens_of_one_sequence // block_size
-        if num_blocks > limit:
-            raise RequestCapacityError(
-                f"{num_shared:,} full blocks of the prompt + {width} beams x {num_own:,} further "
-                f"blocks = {num_blocks:,} blocks exceed the {limit:,} that the KV pool has for "
-                f"one request: lower max_tokens or beam_width, or raise {_POOL_FLAGS}",
-                parameter="beam_width",
-            )
+        limit = self._kv.max_tokens_of_one_sequence // block_size + num_found
+        if num_blocks <= limit:
+            return
+        most_own = (limit - num_shared) // width
+        max_tokens = (num_shared + most_own) * block_size - num_prompt
+        fewer = f"max_tokens to at most {max_tokens:,}, or beam_width"
+        raise RequestCapacityError(
+            f"{num_shared:,} full blocks of the prompt + {width} beams x {num_own:,} further "
+            f"blocks = {num_blocks:,} blocks exceed the {limit:,} that the KV pool"
+            f"{self._less_pinned(num_found)} has for one request: lower "
+            f"{fewer if max_tokens > 0 else 'beam_width'}, or raise {_POOL_FLAGS}",
+            parameter="max_tokens" if max_tokens > 0 else "beam_width",
+        )
 
-    def check_resize(self, num_blocks: int, groups: Iterable[SequenceGroup]) -> None:
-        """Raise `CapacityError` if the pool could not have that many blocks: pinned ones would not
-        fit, or a live request that may count on more. (One without max_tokens takes what there
-        is.)"""
-        kv, size = self._kv, self._kv.block_size
-        num_pinned = kv.num_blocks - kv.max_tokens_of_one_sequence // size
-        needs = [(0, "what is pinned")]
-        for group in groups:
-            request = group.request
-            num_shared, width = 0, 1
-            if request.beam is not None:
-                num_shared, width = len(request.prompt_token_ids) // size, request.beam.beam_width
-            elif request.max_tokens is None:
-                continue
-            num_own = cdiv(group.max_total_tokens, size) - num_shared
-            needs.append((num_shared + width * num_own, f"request {request.request_id}"))
-        most, who = max(needs)
-        if num_blocks < most + num_pinned:
-            raise CapacityError(
-                f"the KV pool of {kv.num_blocks:,} blocks cannot shrink to {num_blocks:,}: {who} "
-                f"may come to need {most:,} blocks, and {num_pinned:,} are pinned"
-            )
-
-    def _pool_phrase(self, pool_tokens: int) -> str:
+    def _pool_phrase(self, pool_tokens: int, num_found: int) -> str:
         return (
             f"the {pool_tokens:,} that the KV pool of {self._kv.num_blocks:,} blocks of "
-            f"{self._kv.block_size:,} holds for one sequence"
+            f"{self._kv.block_size:,}{self._less_pinned(num_found)} holds for one sequence"
         )
+
+    def _less_pinned(self, num_found: int) -> str:
+        """What is missing from the pool, as a part of a sentence."""
+        num_pinned = self._kv.num_pinned_blocks - num_found
+        return f", less {num_pinned:,} pinned (unpin_prefix frees them)," if num_pinned else ""
 
     def fits_now(self, seq: Sequence, num_others: int, *, pool_is_idle: bool) -> bool:
         """Whether all known tokens of a waiting sequence fit into the pool now, and a block for

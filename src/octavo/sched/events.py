@@ -105,7 +105,7 @@ class EventLog:
         line was blocked."""
         if not self._has_waited(arrival_s, now_s):
             return
-        why = self._why_waiting(request_id, self._num_let_in)
+        why = self._why_waiting(request_id, self._num_let_in) + " (the last reason)"
         if aborted:
             why += "; aborted"
         else:
@@ -148,8 +148,8 @@ class EventLog:
     def _why_waiting(self, request_id: str, num_ahead: int) -> str:
         if request_id == self._blocked_id:
             return self._blocked_why
-        others = "another" if num_ahead <= 1 else f"{num_ahead} others"
-        return f"behind {others}; first {self._blocked_id}: {self._blocked_why}"
+        others = "" if num_ahead <= 1 else f"{num_ahead} others, first "
+        return f"behind {others}request {self._blocked_id}: {self._blocked_why}"
 
     def _next_serial(self) -> int:
         self._num_begun += 1
@@ -180,6 +180,16 @@ def no_seat(num_seqs: int, max_num_seqs: int) -> str:
     """Why the head of the line is blocked: the number of sequences in a step."""
     need = "it needs a seat" if num_seqs == 1 else f"it needs {num_seqs} seats"
     return f"{need}, and --max-num-seqs {max_num_seqs} leaves too few beside those who run"
+
+
+def no_token_yet() -> str:
+    """Why the head of the line is blocked: it was preempted in the middle of a step."""
+    return "its next token is being sampled; it comes back when that is known"
+
+
+def beams_behind() -> str:
+    """Why the head of the line is blocked: it is a beam, and another one comes before it."""
+    return "what another of its beams computes first it will find"
 
 
 def no_tokens(max_num_batched_tokens: int) -> str:

@@ -96,7 +96,8 @@ class BeamKeeper:
         self._roster = roster
 
     def advance(self, group: SequenceGroup, candidates: list[BeamCandidate]) -> Iterable[SeqUpdate]:
-        """Take in a step's candidates; news only when the search is over."""
+        """Take in a step's candidates; news only when the search is over. Beams that there was no
+        room to copy, as some policies must, wait in line: see `Pressure.keep_whole`."""
         search, roster = group.search, self._roster
         assert search is not None
         beams = search.beams
@@ -125,10 +126,6 @@ class BeamKeeper:
         for beam, continuation in zip(search.beams, chosen, strict=True):
             beam.token_ids.append(continuation.token_id)
             search.appends.append((beam.seq_id, continuation.token_id))
-        running = search.running
-        if len(running) < len(search.beams):  # a policy without room to copy
-            for beam in reversed(running):
-                roster.preempt(beam, to_host=False)
         return ()
 
     def cut_short(self, group: SequenceGroup) -> Iterable[SeqUpdate]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice
 
 from octavo.kv.manager import KVCacheManager
 from octavo.kv.policy import Growth
 from octavo.plan import NewSeq, SeqFork, SeqPlan, StepPlan
 from octavo.sched.admission import Admission
 from octavo.sched.budget import StepBudget
-from octavo.sched.events import no_seat, no_tokens
+from octavo.sched.events import beams_behind, no_seat, no_token_yet, no_tokens
 from octavo.sched.groups import BeamSearch
 from octavo.sched.pressure import Pressure
 from octavo.sched.roster import Roster
@@ -36,6 +36,10 @@ class Planner:
         self._pressure = pressure
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._counts: list[int] = []
+        """By number of the last ones in running: how many of them want a token."""
+        self._counted_at = -1
+        """When that was counted; see `_num_removed`."""
 
     def fill(self, plan: StepPlan) -> int:
         """Decide who runs; returns how many tokens are computed.
@@ -63,6 +67,7 @@ class Planner:
         """One token for a decode; for a prompt under way as many as the others leave it."""
         running = self._roster.running
         grow, by_force = self._kv.grow, self._pressure.grow
+        self._forget_counts()
         index = 0
         while index < len(running):
             seq = running[index]
@@ -86,8 +91,24 @@ class Planner:
             budget.take(num_tokens)
 
     def _num_to_serve(self, index: int) -> int:
-        """How many of the running ones from there on will want a token in this step."""
-        return sum(1 for other in self._roster.running[index:] if not other.num_pending)
+        """How many of the running ones from there on will want a token in this step.
+
+        Counted once for all places, and again after somebody has given way. To be asked of places
+        that were not served yet."""
+        running, num_removed = self._roster.running, self._num_removed
+        if self._counted_at != num_removed:
+            self._counted_at = num_removed
+            wanting = (not seq.num_pending for seq in reversed(running))
+            self._counts = list(accumulate(wanting, initial=0))
+        return self._counts[len(running) - index]
+
+    def _forget_counts(self) -> None:
+        self._counted_at = -1
+
+    @property
+    def _num_removed(self) -> int:
+        """Changes whenever somebody runs no more."""
+        return self._roster.num_preemptions + self._roster.num_ended
 
     def _serve_beams(
         self, plan: StepPlan, budget: StepBudget, search: BeamSearch, index: int
@@ -109,7 +130,11 @@ class Planner:
             start = beam.num_computed_tokens
             end = start + num_tokens
             growth = self._kv.grow(beam.seq_id, end, start)
-            growth = growth or self._pressure.grow(beam, end, start)
+            if growth is None:
+                # Its beams may have to give way; none of them may be in the plan by then. Only
+                # one at a time has more to compute than its last token.
+                assert search.last_step_id != plan.step_id, f"two beams of {beam.seq_id} compute"
+                growth = self._pressure.grow(beam, end, start)
             if growth is None:
                 return index
             search.tell(plan)
@@ -123,7 +148,8 @@ class Planner:
         """All beams compute their last tokens and draw; False if there is no room for that."""
         demands = [(b.seq_id, len(b.token_ids), b.num_computed_tokens) for b in search.beams]
         while not self._kv.can_grow_all(demands):
-            if not by_force or not self._pressure.make_room(search.running):
+            need = f"its {len(demands)} beams need more blocks than are free"
+            if not by_force or not self._pressure.make_room(search.running, need):
                 return False
         search.tell(plan)
         for beam in search.beams:
@@ -143,11 +169,13 @@ class Planner:
         """Strictly in order: while the head of the line does not fit, nobody passes it."""
         roster = self._roster
         while (head := roster.waiting.head()) is not None:
-            if head.num_pending:
-                break  # preempted while its token was being sampled: first let that come
+            if head.num_pending:  # preempted in the middle of a step
+                self._pressure.line_blocked(head, no_token_yet())
+                break
             search = head.search
             if search is not None and any(search.num_to_compute(b) for b in search.running):
-                break  # what the other beam computes is to be found
+                self._pressure.line_blocked(head, beams_behind())
+                break
             num_seats = self._num_seats(head, budget)
             if budget.num_tokens_left < 1:
                 self._pressure.line_blocked(head, no_tokens(self._max_num_batched_tokens))
@@ -161,6 +189,9 @@ class Planner:
                     why = self._admission.why_no_room(head, num_seats - 1)
                     self._pressure.line_blocked(head, why)
                     break
+                if search is not None and search.last_step_id == plan.step_id:
+                    self._pressure.line_blocked(head, beams_behind())
+                    break  # another beam is in this plan: the search ends with the next one
                 self._pressure.end_full(head)  # it cannot have more than an idle pool
                 continue
             seq = roster.start_head()

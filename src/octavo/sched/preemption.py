@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from octavo.config import PreemptionMode, PreemptionVictim
 from octavo.kv.policy import RestoreCost
 from octavo.sched.costs import Comparison, CostModel, RestoreMode
 from octavo.sched.sequence import Sequence
+
+_MOST_COMPARED = 16
+"""Units that the lowest-cost rule looks at for one victim."""
 
 Unit = tuple[Sequence, ...]
 """What is preempted as a whole: one sequence, or the running beams of a request by place."""
@@ -84,8 +88,7 @@ class PreemptionPolicy:
         place = requester[0].place
         later = [unit for unit in candidates if unit[0].place > place]
         if not later:
-            why = "nobody who came later is left: it goes itself"
-            return self.take(requester, why)
+            return self.take(requester, "nobody who came later is left")
         if self._victim == "lowest-cost":
             return self._cheapest(later)
         rule = f"last come of {len(later)} not served yet"
@@ -104,33 +107,47 @@ class PreemptionPolicy:
         return self._decide(unit, self._restore_cost(unit), rule)
 
     def _cheapest(self, later: list[Unit]) -> Victim:
-        """The least seconds to bring back; the last come of those that cost the same."""
-        rule = f"cheapest to bring back of {len(later)} not served yet"
-        of_all = [(unit, self._restore_cost(unit)) for unit in reversed(later)]
-        freeing = [pair for pair in of_all if pair[1].num_blocks]
-        victims = (self._decide(unit, cost, rule) for unit, cost in freeing or of_all)
-        return min(victims, key=lambda victim: victim.restore_s)
+        """The least seconds to bring back; the last come of those that cost the same.
 
-    def _decide(self, unit: Unit, to_restore: RestoreCost, rule: str) -> Victim:
-        """How a unit comes back, by the mode and by what host memory has room for."""
+        What one costs is told block by block, so only the last few that would free a block are
+        compared. If none would free one, the last come goes.
+        """
+        with_costs = ((unit, self._restore_cost(unit)) for unit in reversed(later))
+        freeing = list(islice((pair for pair in with_costs if pair[1].num_blocks), _MOST_COMPARED))
+        if not freeing:
+            return self.take(later[-1], f"last come of {len(later)}, none of which frees a block")
+        room = self._kv.host_room()
+        unit, cost = min(freeing, key=lambda pair: self._way_back(pair[1], room)[2])
+        num = len(freeing)
+        of_whom = f"{num}" if num == len(later) else f"the last {num} that free any of {len(later)}"
+        return self._decide(unit, cost, f"cheapest to bring back of {of_whom} not served yet")
+
+    def _way_back(
+        self, to_restore: RestoreCost, room: int
+    ) -> tuple[Comparison, RestoreMode, float]:
+        """The costs, and how a unit comes back in how many seconds, by the mode and by what host
+        memory has room for."""
         cost = self._costs.compare(*to_restore)
         mode: RestoreMode = cost.mode if self._mode == "auto" else self._mode
-        room = self._kv.host_room() if mode == "swap" else 0
-        if mode == "swap" and cost.num_blocks > room:
-            mode = "recompute"
+        if mode == "swap" and cost.num_blocks <= room:
+            return cost, "swap", cost.swap_s
+        return cost, "recompute", cost.recompute_s
+
+    def _decide(self, unit: Unit, to_restore: RestoreCost, rule: str) -> Victim:
+        """How a unit comes back, in words."""
+        room = self._kv.host_room()
+        cost, mode, restore_s = self._way_back(to_restore, room)
+        wanted = cost.mode if self._mode == "auto" else self._mode
+        if mode != wanted:
             how = (
                 f"host memory has room for {room} of its {cost.num_blocks} blocks: "
                 f"{cost.recompute_phrase}"
             )
+        elif self._mode == "auto":
+            how = str(cost)
         else:
-            how = self._phrase(cost, mode)
-        restore_s = cost.swap_s if mode == "swap" else cost.recompute_s
+            how = cost.swap_phrase if mode == "swap" else cost.recompute_phrase
         return Victim(unit, mode, f"{rule}; {how}", restore_s)
-
-    def _phrase(self, cost: Comparison, mode: RestoreMode) -> str:
-        if self._mode == "auto":
-            return str(cost)
-        return cost.swap_phrase if mode == "swap" else cost.recompute_phrase
 
     def _restore_cost(self, unit: Unit) -> RestoreCost:
         return self._kv.restore_cost(*(seq.seq_id for seq in unit))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from octavo.events import EngineEvent, EventKind
@@ -14,8 +15,31 @@ from octavo.sched.events import EventLog
 from octavo.sched.groups import BeamKeeper
 from octavo.sched.preemption import PreemptionPolicy, Unit, Victim
 from octavo.sched.roster import Roster
-from octavo.sched.sequence import Sequence
+from octavo.sched.sequence import Sequence, SequenceGroup
 from octavo.sched.storm import StormWatch
+from octavo.util import cdiv
+
+
+@dataclass(frozen=True, slots=True)
+class ModeTotals:
+    """What preemptions of one mode did since the start."""
+
+    num_seqs: int = 0
+    tokens_moved: int = 0
+    """Token states that went to host memory."""
+    tokens_lost: int = 0
+    """Token states that were given up; found again or computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class PressureTotals:
+    """What happened for lack of memory since the start; unlike events, never forgotten."""
+
+    by_mode: dict[str, ModeTotals]
+    num_storms: int
+    """How often the admission watermark was raised."""
+    num_events_forgotten: int
+    """Events that had to make room for later ones."""
 
 
 class Pressure:
@@ -37,6 +61,8 @@ class Pressure:
         self._policy = policy
         self._log = log
         self._storm = StormWatch(admission.watermark)
+        self._by_mode: dict[str, ModeTotals] = {}
+        self._num_storms = 0
         self._num_preempted = self._num_ended = 0
         """Of the roster's counts, those that the storm watch was told of."""
 
@@ -45,16 +71,21 @@ class Pressure:
 
         None: it had to go itself, by preemption, or as the one that fills the pool alone.
         """
+        kv = self._kv
         requester = (seq,) if seq.search is None else seq.search.running
+        num_needed = cdiv(num_tokens, kv.block_size) - len(kv.block_table(seq.seq_id))
         growth = None
         while growth is None:
-            if not self.make_room(requester):
+            # If new blocks are not what is lacking, it is the one for a copy.
+            num = max(0, num_needed) + (num_needed <= kv.num_free_blocks)
+            if not self.make_room(requester, f"needs {num:,} block{'s' * (num != 1)}"):
                 return None
-            growth = self._kv.grow(seq.seq_id, num_tokens, num_computed)
+            growth = kv.grow(seq.seq_id, num_tokens, num_computed)
         return growth
 
-    def make_room(self, requester: Unit) -> bool:
-        """Preempt somebody who was not served yet; False if the requester itself had to go."""
+    def make_room(self, requester: Unit, need: str) -> bool:
+        """Preempt somebody who was not served yet; False if the requester itself had to go. `need`
+        says how much it wants."""
         running = self._roster.running
         candidates = [unit for unit in self._units() if unit[0].place >= requester[0].place]
         is_alone = len(running) == len(requester)
@@ -62,17 +93,45 @@ class Pressure:
         if victim is None:
             self.end_full(requester[0])
             return False
-        self._preempt(victim, requester[0])
+        self._preempt(victim, requester[0], f"{need}, {self._num_free}")
         return victim.sequences != requester
 
-    def preempt_last(self, requester: Sequence | None = None) -> bool:
-        """The last come of those who run gives its blocks back; False if nobody runs."""
-        units = list(self._units())
-        if units:
-            self._preempt(self._policy.take(units[-1], "last come of those who run"), requester)
-        return bool(units)
+    def preempt_last(self, requester: Sequence) -> None:
+        """The last come of those who run gives its blocks back, so that the head of the line can
+        come in."""
+        num_blocks = cdiv(len(requester.token_ids), self._kv.block_size)
+        need = f"needs up to {num_blocks:,} blocks, {self._num_free}"
+        self._preempt(self._take_last(), requester, need)
 
-    def _preempt(self, victim: Victim, requester: Sequence | None) -> None:
+    def shrink(self, num_blocks: int, num_over: int) -> bool:
+        """The same, as the pool is to have so many blocks; False if nobody runs."""
+        if not self._roster.running:
+            return False
+        need = f"the pool shrinks to {num_blocks:,} blocks, {num_over:,} fewer than are in use"
+        self._preempt(self._take_last(), None, need)
+        return True
+
+    def keep_whole(self, group: SequenceGroup) -> None:
+        """If some beams of a search had no room when they were forked (policies that do not share
+        blocks copy them), the others give way too: they run together."""
+        search = group.search
+        if search is None or not (running := search.running):
+            return
+        num_left = len(search.beams) - len(running)
+        if num_left:
+            need = f"no room to copy {num_left} of its {len(search.beams)} beams, {self._num_free}"
+            self._preempt(self._policy.take(running, "they run together"), running[0], need)
+
+    def _take_last(self) -> Victim:
+        *_, last = self._units()
+        return self._policy.take(last, "last come of those who run")
+
+    @property
+    def _num_free(self) -> str:
+        return f"{self._kv.num_free_blocks:,} of {self._kv.num_blocks:,} free"
+
+    def _preempt(self, victim: Victim, requester: Sequence | None, need: str) -> None:
+        """`need` says for what, with the arithmetic."""
         unit, mode = victim.sequences, victim.mode
         group = unit[0].group
         taken = [self._roster.preempt(seq, to_host=mode == "swap") for seq in reversed(unit)]
@@ -81,7 +140,7 @@ class Pressure:
             kind=EventKind.PREEMPTED,
             time_s=self._roster.now_s,
             request_id=group.request.request_id,
-            why=victim.why,
+            why=f"{need}; {victim.why}",
             by=None if requester is None else requester.group.request.request_id,
             mode=mode,
             num_seqs=len(unit),
@@ -90,6 +149,17 @@ class Pressure:
             num_blocks=sum(one.num_blocks for one in taken),
         )
         self._log.preempted(event, [seq.seq_id for seq in unit])
+        sums = self._by_mode.get(mode, ModeTotals())
+        self._by_mode[mode] = replace(
+            sums,
+            num_seqs=sums.num_seqs + event.num_seqs,
+            tokens_moved=sums.tokens_moved + event.tokens_moved,
+            tokens_lost=sums.tokens_lost + event.tokens_lost,
+        )
+
+    def totals(self) -> PressureTotals:
+        """Counted since the start."""
+        return PressureTotals(dict(self._by_mode), self._num_storms, self._log.num_forgotten)
 
     def _units(self) -> Iterator[Unit]:
         """Who is preempted as a whole, by place."""
@@ -153,5 +223,6 @@ class Pressure:
         if change is None and not roster.sequences:
             change = self._storm.reset()
         if change is not None:
+            self._num_storms += change.is_raise
             self._admission.watermark = change.new
             self._log.watermark_changed(change, roster.now_s)

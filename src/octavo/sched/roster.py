@@ -46,15 +46,16 @@ class Roster:
         self.num_ended = 0
         """Sequences that ended while they ran, since the start; beams when their search ends."""
         self.now_s = 0.0
-        self._families: dict[str, SequenceGroup] = {}
-        """Live requests of several sequences."""
+        self._seated: dict[SequenceGroup, int] = {}
+        """Of requests of several sequences, those of which some run, and how many."""
         self._num_arrivals = 0
         self._next_seq_id = 0
 
     @property
     def num_reserved_seats(self) -> int:
-        """Seats that are kept for sequences that do not run yet."""
-        return sum(group.num_reserved_seats for group in self._families.values())
+        """Seats that are kept for sequences that do not run yet, by others of their requests who
+        do."""
+        return sum(group.num_reserved_seats for group in self._seated)
 
     def add(self, request: Request, max_total_tokens: int) -> SequenceGroup:
         """Put a request in line."""
@@ -72,8 +73,6 @@ class Roster:
             seq = self._new(group, index, (*place[:2], index))
             group.sequences.append(seq)
             group.unborn[seq.seq_id] = seq
-        if group.is_family:
-            self._families[request.request_id] = group
         self.promote(group)
         return group
 
@@ -146,7 +145,7 @@ class Roster:
         later, or moved to the host meanwhile."""
         if seq.group.expected:
             self.give_birth(seq, with_blocks=False)
-        self.running.remove(seq)
+        self._run_no_more(seq)
         taken = self._kv.preempt(seq.seq_id, to_host)
         seq.num_answered = max(seq.num_answered, seq.num_computed_tokens)
         seq.num_computed_tokens = seq.num_reserved = 0
@@ -201,6 +200,17 @@ class Roster:
     def _run(self, seq: Sequence) -> None:
         seq.status = SequenceStatus.RUNNING
         insort(self.running, seq, key=attrgetter("place"))
+        group = seq.group
+        if group.is_family:
+            self._seated[group] = self._seated.get(group, 0) + 1
+
+    def _run_no_more(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        group = seq.group
+        if group.is_family:
+            self._seated[group] -= 1
+            if not self._seated[group]:
+                del self._seated[group]
 
     def _line_up(self, seq: Sequence) -> None:
         seq.status = SequenceStatus.WAITING
@@ -211,7 +221,7 @@ class Roster:
         if seq.status is SequenceStatus.RUNNING:
             if group.expected:
                 self.give_birth(seq)
-            self.running.remove(seq)
+            self._run_no_more(seq)
             self._kv.release(seq.seq_id)
         elif seq.status is SequenceStatus.WAITING:
             self.waiting.discard(seq)
@@ -236,7 +246,6 @@ class Roster:
         group.stats.metrics.finished_s = self.now_s
         group.stats.kv = self._kv.close_request(request_id)
         del self.groups[request_id]
-        self._families.pop(request_id, None)
 
     def runner_was_told(self) -> None:
         """A plan has taken over `to_forget` and `to_empty`: begin new lists."""

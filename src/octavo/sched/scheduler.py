@@ -6,9 +6,10 @@ from collections import deque
 from collections.abc import Iterable
 
 from octavo.config import PreemptionMode, PreemptionVictim, SchedulingPolicy
-from octavo.errors import ConfigError, InvalidRequestError
+from octavo.errors import CapacityError, ConfigError, InvalidRequestError
 from octavo.events import EngineEvent
 from octavo.kv.manager import KVCacheManager
+from octavo.kv.pins import Pin
 from octavo.plan import CopyKind, StepPlan, StepResult
 from octavo.request import FinishReason, Request
 from octavo.sched.admission import Admission
@@ -17,7 +18,8 @@ from octavo.sched.events import EventLog
 from octavo.sched.groups import BeamKeeper
 from octavo.sched.planning import Planner
 from octavo.sched.preemption import PreemptionPolicy
-from octavo.sched.pressure import Pressure
+from octavo.sched.pressure import Pressure, PressureTotals
+from octavo.sched.promises import check_pins, check_resize
 from octavo.sched.roster import Roster
 from octavo.sched.sequence import RequestStats, Sequence, SeqUpdate
 from octavo.sched.stopping import why_it_ends
@@ -90,8 +92,8 @@ class Scheduler:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
         )
-        self._moved: list[tuple[int, int]] | None = None
-        """Blocks that were moved by a resize of which the runner was not told."""
+        self._moved: dict[int, int] | None = None
+        """By old ids the new ones of blocks that resizes have moved, until the runner is told."""
         self._sizes: deque[tuple[int, int]] = deque()
         """(step, tokens) of those whose results are not here."""
         self._draws: dict[int, list[int]] = {}
@@ -151,13 +153,16 @@ class Scheduler:
         plan = StepPlan(self._next_step_id, finished=roster.to_forget, preempted=roster.to_empty)
         num_tokens = 0
         if self._moved is not None:
-            plan.moved.extend(self._moved)
+            plan.moved.extend(self._moved.items())
             self._moved = None
         else:
             num_tokens = self._planner.fill(plan)
             self._pressure.watch()
             if not plan.seqs:
                 return None  # the next plan will say who ended or was preempted, and what is copied
+        if plan.finished:
+            ended = {share.seq_id for share in plan.seqs}.intersection(plan.finished)
+            assert not ended, f"step {plan.step_id} runs sequences that it forgets: {ended}"
         roster.runner_was_told()
         plan.copies.extend(self._kv.take_copies())
         if plan.beams:
@@ -223,6 +228,7 @@ class Scheduler:
                 beam = self._roster.sequences.get(seq_id)
                 if beam is not None:
                     updates += self._beams.advance(beam.group, candidates)
+                    self._pressure.keep_whole(beam.group)
         return updates
 
     def _take_token(self, seq: Sequence, token_id: int) -> None:
@@ -251,7 +257,25 @@ class Scheduler:
         roster.to_forget[:0] = plan.finished
         roster.to_empty[:0] = [i for i in plan.preempted if i in roster.sequences]
 
-    # -- the pool's size
+    # -- the pool's size, and what is left of it
+
+    def pin(self, token_ids: list[int], salt: str = "") -> Pin:
+        """Keep the whole blocks of a prefix, as far as they are in the pool now, until `unpin`.
+
+        Raises `CapacityError`, with the arithmetic, when pins would have more than half of the
+        pool, or what a live request was promised.
+        """
+        pin = self._kv.pin(token_ids, salt)
+        try:
+            check_pins(self._kv, self._roster.groups.values())
+        except CapacityError:
+            self._kv.unpin(pin.pin_id)
+            raise
+        return pin
+
+    def unpin(self, pin_id: int) -> None:
+        """Let go of a pinned prefix. Raises `InvalidRequestError` for an id that is not pinned."""
+        self._kv.unpin(pin_id)
 
     def resize(self, num_blocks: int, now_s: float) -> None:
         """Make the pool so large, while requests run; the last come give way if it shrinks.
@@ -263,13 +287,14 @@ class Scheduler:
         self._set_time(now_s)
         self._kv.begin_step()
         kv, old = self._kv, self._kv.num_blocks
-        self._admission.check_resize(num_blocks, self._roster.groups.values())
+        check_resize(kv, num_blocks, self._roster.groups.values())
         num_preempted = self._roster.num_preemptions
-        while kv.can_preempt and kv.resize_shortfall(num_blocks) and self._pressure.preempt_last():
-            pass
+        while kv.can_preempt and (num_over := kv.resize_shortfall(num_blocks)):
+            if not self._pressure.shrink(num_blocks, num_over):
+                break
         moved = kv.resize(num_blocks)
         if num_blocks < old:
-            self._moved = moved
+            self._moved = _one_after_the_other(self._moved or {}, dict(moved))
         self._pressure.resized(old, len(moved), self._roster.num_preemptions - num_preempted)
 
     # -- what is going on
@@ -305,13 +330,18 @@ class Scheduler:
 
     def request_ids_in(self, plan: StepPlan) -> list[str]:
         """The live requests that cannot go on if a plan was not carried out: those that run in it,
-        and those for whose blocks it copies."""
+        and those that have blocks into which it copies or computes. (Who found all but its last
+        token in what another one computes in the same step has blocks without running.)"""
+        kv, running = self._kv, self._roster.running
         written = {copy.dst for copy in plan.copies if copy.kind in _INTO_POOL}
-        seq_ids = [seq.seq_id for seq in plan.seqs]
-        if written:
-            for seq in self._roster.running:
-                if not written.isdisjoint(self._kv.block_table(seq.seq_id)):
-                    seq_ids.append(seq.seq_id)
+        seq_ids = [share.seq_id for share in plan.seqs]
+        if not all(kv.has(seq_id) for seq_id in seq_ids):  # who knows which blocks they had?
+            return self.request_ids_of([*seq_ids, *(seq.seq_id for seq in running)])
+        for share in plan.seqs:
+            written.update(kv.block_table(share.seq_id)[share.start // kv.block_size :])
+        for seq in running:
+            if not written.isdisjoint(kv.block_table(seq.seq_id)):
+                seq_ids.append(seq.seq_id)
         return self.request_ids_of(seq_ids)
 
     @property
@@ -329,6 +359,18 @@ class Scheduler:
         """Preemptions since the start."""
         return self._roster.num_preemptions
 
+    @property
+    def pressure_totals(self) -> PressureTotals:
+        """What memory pressure did since the start, counted."""
+        return self._pressure.totals()
+
     def _set_time(self, now_s: float) -> None:
         self._roster.now_s = now_s
         self._kv.set_time(now_s)
+
+
+def _one_after_the_other(first: dict[int, int], then: dict[int, int]) -> dict[int, int]:
+    """Two rounds of moves as one: new ids by those before the first."""
+    moved = {old: then.get(new, new) for old, new in first.items()}
+    between = set(first.values())
+    return moved | {old: new for old, new in then.items() if old not in between}
