@@ -455,6 +455,11 @@ class Sim:
                 assert num_tokens == seq.num_computed
                 self._check(seq, table, self.numbers(seq, num_tokens))
 
+    def reset(self) -> None:
+        """After a failed step."""
+        self.kv.reset_cache()
+        self.pin_sizes = dict.fromkeys(self.pin_sizes, 0)
+
     def check_counts(self) -> None:
         """I1, I3 and I7 without the room's own help, and with it."""
         kv = self.kv

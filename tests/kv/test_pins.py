@@ -107,7 +107,7 @@ def test_a_pin_outlives_resets_though_after_a_failure_it_keeps_nothing() -> None
     pin = pinned(sim, A[:8])
     sim.kv.reset_prefix_cache()
     assert sim.run(sim.add(1, A[:9])) == 8
-    sim.kv.reset_cache()
+    sim.reset()
     sim.check_counts()
     assert sim.run(sim.add(2, A[:9])) == 0
     unpin(sim, pin)

@@ -287,7 +287,7 @@ def test_a_way_that_was_forgotten_and_grew_again_is_found() -> None:
     waits = sim.add(1, [*A[:16], *B[:24]])
     assert not sim.can_admit(waits)
     sim.end(first)
-    sim.kv.reset_cache()
+    sim.reset()
     again = sim.add(2, A[:17])
     sim.run(again)
     assert not sim.can_admit(waits)
@@ -341,7 +341,7 @@ def test_after_a_failed_step_nothing_is_found() -> None:
     sim = cached(A[:8], B[:8])
     seq = sim.add(0, A[:9])
     sim.run(seq)
-    sim.kv.reset_cache()
+    sim.reset()
     assert sim.kv.ledger().cached == 0
     sim.check_counts()
     assert sim.run(sim.add(1, B[:8])) == 0

@@ -281,11 +281,11 @@ class PrefixMachine(RuleBasedStateMachine):
         lost = self.running if has_moved else [share.seq for share in plan.shares]
         reset_first = data.draw(st.booleans())
         if reset_first:
-            self.kv.reset_cache()
+            sim.reset()
         for seq in lost:
             sim.end(seq)
         if not reset_first:
-            self.kv.reset_cache()
+            sim.reset()
         self.was_reset = True
         for seq in sim.seqs.values():
             seq.must_find = 0

@@ -201,7 +201,7 @@ def test_what_the_tree_has_forgotten_is_lost_and_not_held() -> None:
     sim = Sim(8, 4, num_host_blocks=6)
     seq = sim.add(0, A[:4])
     sim.run(seq)
-    sim.kv.reset_cache()
+    sim.reset()
     table = sim.kv._tables[0]
     table.last_node, table.num_registered = Node(None, block_key(A, 0, 4)), 1
     assert sim.kv.preempt(0, True) == Preempted(1, 0, 4)
@@ -559,7 +559,7 @@ def test_a_failed_step_empties_the_host_with_its_holds_and_keeps_the_disk() -> N
     wait(sim)
     num_files = len(sim.disk.files)
     assert num_files
-    sim.kv.reset_cache()
+    sim.reset()
     assert terms(sim) == (0, 0, 3)
     assert len(sim.disk.files) == num_files
     sim.check_counts()

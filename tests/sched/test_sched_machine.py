@@ -413,8 +413,6 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.drop(key, failed=True)
         self.scheduler.retell(plan)
         self.kv.reset_cache()
-        while self.pins:  # nobody finds what they keep, though some were promised that
-            self.scheduler.unpin(self.pins.pop())
         self.kv.check_integrity()
 
     # -- checks

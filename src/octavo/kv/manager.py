@@ -257,11 +257,12 @@ class KVCacheManager(KVState):
 
     def reset_cache(self) -> None:
         """After a failed step: forget all that blocks are said to hold. Nothing that is in the
-        pool or on the host now is found again, holds are gone, and pins keep blocks that nobody
-        finds. Copies that no plan has taken are dropped: end the sequences that have grown in the
-        step that was being planned. The disk keeps what it has."""
+        pool or on the host now is found again, holds are gone, and pins are left with no blocks.
+        Copies that no plan has taken are dropped: end the sequences that have grown in the step
+        that was being planned. The disk keeps what it has."""
         self._holds.clear()
         self._cache.drop_all()
+        self._pins.let_go()
         for table in self._tables.values():
             self._cache.stop_registering(table)
 

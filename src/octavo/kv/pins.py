@@ -45,8 +45,8 @@ class Pins:
         if self.num_blocks > int(num_blocks * _MOST):
             raise CapacityError(
                 f"the KV pool cannot have {num_blocks:,} blocks: {self.num_blocks:,} are pinned, "
-                f"and pins may take half, {int(num_blocks * _MOST):,}; unpin something, or leave "
-                f"at least {2 * self.num_blocks:,}"
+                f"and pins may take half, {int(num_blocks * _MOST):,}; unpin something "
+                f"(unpin_prefix), or leave at least {2 * self.num_blocks:,}"
             )
 
     def num_in(self, token_ids: Sequence[int], salt: str) -> int:
@@ -92,6 +92,12 @@ class Pins:
                 parameter="pin_id",
             )
         self._cache.pool.unpin(block_ids)
+
+    def let_go(self) -> None:
+        """What the blocks hold is not known any more: every pin goes on with no blocks."""
+        for pin_id, block_ids in self.blocks.items():
+            self._cache.pool.unpin(block_ids)
+            self.blocks[pin_id] = []
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless the pool counts what the pins say."""

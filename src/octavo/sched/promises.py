@@ -19,13 +19,8 @@ def check_resize(kv: KVCacheManager, num_blocks: int, groups: Iterable[SequenceG
     """
     if num_blocks >= kv.num_blocks:
         return
+    kv.check_size(num_blocks)
     start = f"the KV pool of {kv.num_blocks:,} blocks cannot shrink to {num_blocks:,}: "
-    num_pinned = kv.num_pinned_blocks
-    if num_pinned > num_blocks // 2:
-        raise CapacityError(
-            f"{start}{num_pinned:,} are pinned, and pins may take half of it; unpin_prefix "
-            "frees them"
-        )
     _check(kv, num_blocks, groups, start)
 
 
