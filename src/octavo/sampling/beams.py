@@ -14,6 +14,7 @@ from torch import Tensor
 
 from octavo.plan import BeamCandidate
 from octavo.sampling.draw import rows_per_chunk, rows_per_sort
+from octavo.sampling.layout import RowSet
 from octavo.sampling.select import looks_at_all, top_candidates
 
 _MIN_TEMPERATURE = 1e-30
@@ -92,7 +93,7 @@ def _of_rows(
 ) -> tuple[Tensor, Tensor]:
     """([num_rows, per_row] token ids, the same of scores): each beam's best continuations."""
     device = logits.device
-    rows = torch.tensor([row for group in groups for row in group.rows], device=device)
+    rows = RowSet([row for group in groups for row in group.rows], device)
     before = torch.tensor(
         [score for group in groups for score in group.scores], dtype=torch.float32, device=device
     )[:, None]
@@ -103,9 +104,9 @@ def _of_rows(
     ids, scores = [], []
     for first in range(0, len(rows), max_rows):
         piece = slice(first, first + max_rows)
-        own = logits[rows[piece]]
+        own = rows.take(logits, first, min(first + max_rows, len(rows)))
         if temperatures is not None:
-            own.sub_(own.amax(dim=-1, keepdim=True)).div_(temperatures[piece])
+            own = (own - own.amax(dim=-1, keepdim=True)).div_(temperatures[piece])
         # The order is that of the sums: rounding can make equal what the logits tell apart.
         sums = torch.log_softmax(own, dim=-1).add_(before[piece])
         ids.append(top_candidates(sums, per_row))
