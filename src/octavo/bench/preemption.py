@@ -91,6 +91,14 @@ class MixResult:
         """Whether `auto` was within 10 % of it."""
         return self.auto_ratio <= NEAR
 
+    @property
+    def auto_did_as(self) -> str | None:
+        """The mode with the same preemptions and the same tokens moved and lost in every round."""
+        did = {
+            run.mode: (run.num_preemptions, run.tokens_moved, run.tokens_lost) for run in self.runs
+        }
+        return next((m for m in ("swap", "recompute") if did[m] == did["auto"]), None)
+
 
 @dataclass(frozen=True, slots=True)
 class PreemptionResult:
@@ -154,6 +162,8 @@ class PreemptionResult:
                     + "".join(f"{statistics.median(count):>13,.0f}" for count in counts)
                 )
             verdict = "within 10 %" if mix.auto_is_near_the_better else "NOT within 10 %"
+            if mix.auto_did_as is not None:
+                verdict += f"; it did what {mix.auto_did_as} did, the rest is the machine's noise"
             lines.append(f"  auto took {mix.auto_ratio:.2f} x the better mode: {verdict}")
         return lines
 
