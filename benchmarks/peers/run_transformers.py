@@ -53,12 +53,7 @@ class Transformers:
     def _batch(
         self, requests: Sequence[harness.Request], streamer: BaseStreamer | None = None
     ) -> list[list[int]]:
-        longest = max(len(request.prompt_ids) for request in requests)
-        ids = torch.full((len(requests), longest), PAD_ID)
-        mask = torch.zeros_like(ids)
-        for row, request in enumerate(requests):
-            ids[row, longest - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
-            mask[row, longest - len(request.prompt_ids) :] = 1
+        ids, mask = padded(requests)
         with torch.inference_mode():
             done = self._model.generate(
                 ids,
@@ -68,7 +63,7 @@ class Transformers:
                 pad_token_id=PAD_ID,
                 streamer=streamer,
             )
-        rows = done[:, longest:].tolist()
+        rows = done[:, ids.shape[1] :].tolist()
         return [row[: request.max_tokens] for row, request in zip(rows, requests, strict=True)]
 
 
@@ -85,6 +80,17 @@ class _FirstToken(BaseStreamer):
 
     def end(self) -> None:
         pass
+
+
+def padded(requests: Sequence[harness.Request]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and attention mask of a batch, [requests, longest prompt], padded on the left."""
+    longest = max(len(request.prompt_ids) for request in requests)
+    ids = torch.full((len(requests), longest), PAD_ID)
+    mask = torch.zeros_like(ids)
+    for row, request in enumerate(requests):
+        ids[row, longest - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
+        mask[row, longest - len(request.prompt_ids) :] = 1
+    return ids, mask
 
 
 if __name__ == "__main__":

@@ -18,9 +18,7 @@ import beam_harness
 import harness
 import torch
 import transformers
-
-PAD_ID = 0
-"""Masked, so any token does."""
+from run_transformers import PAD_ID, padded
 
 
 class Transformers:
@@ -49,12 +47,7 @@ class Transformers:
 
     def _batch(self, requests: Sequence[harness.Request]) -> list[list[list[int]]]:
         (num_tokens,) = {request.max_tokens for request in requests}
-        longest = max(len(request.prompt_ids) for request in requests)
-        ids = torch.full((len(requests), longest), PAD_ID)
-        mask = torch.zeros_like(ids)
-        for row, request in enumerate(requests):
-            ids[row, longest - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
-            mask[row, longest - len(request.prompt_ids) :] = 1
+        ids, mask = padded(requests)
         with torch.inference_mode():
             done = self._model.generate(
                 ids,
@@ -71,7 +64,7 @@ class Transformers:
         self.kv_bytes = max(
             self.kv_bytes, sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
         )
-        rows = done.sequences[:, longest:].tolist()
+        rows = done.sequences[:, ids.shape[1] :].tolist()
         return [rows[i : i + self._width] for i in range(0, len(rows), self._width)]
 
 
