@@ -54,6 +54,15 @@ class TokenizerError(ModelError):
     """There is no usable tokenizer (or chat template) beside the model."""
 
 
+class TraceError(OctavoError):
+    """A workload file cannot be read or recognised, or a line of it is wrong; the message names the
+    line."""
+
+
+class RecordError(OctavoError):
+    """A record of an engine's decisions cannot be read, or only up to the line that is named."""
+
+
 class IntegrityError(OctavoError):
     """`check_integrity()` found an invariant broken; the message names the offender."""
 

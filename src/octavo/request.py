@@ -289,6 +289,10 @@ class Request:
     """Prefixes are shared only between requests of equal salt (a tenant, an adapter)."""
     max_tokens: int | None = None
     """Most tokens to generate per sequence; None: until the context or the pool is full."""
+    expected_output_tokens: int | None = None
+    """Tokens that each sequence will generate, where that is known in advance (a trace, or an exact
+    length); only policies that reserve in advance look at it. Too small a number ends the sequence
+    by length where its reservation is full."""
     eos_token_ids: frozenset[int] = frozenset()
     """Tokens that end a sequence with `stop_reason` None; empty under `ignore_eos`."""
     stop_token_ids: frozenset[int] = frozenset()

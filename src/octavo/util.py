@@ -18,3 +18,8 @@ def human_bytes(num_bytes: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
         size /= 1024
     raise AssertionError("unreachable")
+
+
+def flag_name(field: str) -> str:
+    """The command line's name of a field: `max_num_seqs` -> `--max-num-seqs`."""
+    return "--" + field.replace("_", "-")

@@ -1,4 +1,4 @@
-"""Lets the tests of this folder import their helper `kv_support` under any import mode."""
+"""Lets the tests of this folder import their helper `kv_content` under any import mode."""
 
 from __future__ import annotations
 

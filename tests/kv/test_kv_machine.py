@@ -1,4 +1,4 @@
-"""A hypothesis machine over the manager, against a model that writes and reads real contents.
+"""Hypothesis machines over the manager, against a model that writes and reads real contents.
 
 The machine plays scheduler and runner: it keeps the runner's block tables from what `grow`
 reports, executes copies before writes as a plan says, writes token values into simulated slots,
@@ -9,15 +9,23 @@ report all show as a wrong token.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kv_support import ContiguousPolicy
 
 from octavo.errors import IntegrityError
-from octavo.kv import NO_GROWTH, AllocationPolicy, KVCacheManager, PagedPolicy, SeqDemand
+from octavo.kv import (
+    NO_GROWTH,
+    AllocationPolicy,
+    ContiguousPolicy,
+    KVCacheManager,
+    OrcaPolicy,
+    PagedPolicy,
+    SeqDemand,
+)
 
 SETTINGS = settings(max_examples=60, stateful_step_count=40, derandomize=True, deadline=None)
 
@@ -57,6 +65,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.bs = block_size
         self.slots = [-1] * self.kv.num_slots
         self.seqs: dict[int, Seq] = {}
+        self.dead: dict[int, tuple[str, list[int]]] = {}
+        """Ended sequences that keep their blocks: request and blocks."""
         self.costs: dict[str, Cost] = {}
         self.next_id = self.next_token = 0
         self.now = 0.0
@@ -79,6 +89,8 @@ class PoolMachine(RuleBasedStateMachine):
         for request_id, cost in self.costs.items():
             mine = [i for i, seq in self.seqs.items() if seq.request_id == request_id]
             entries = Counter(b for i in mine for b in self.kv.block_table(i))
+            for owner, block_ids in self.dead.values():
+                entries.update(block_ids if owner == request_id else ())
             shared = {
                 self.kv.slot(i, p)
                 for i in mine
@@ -90,11 +102,28 @@ class PoolMachine(RuleBasedStateMachine):
             cost.shared = max(cost.shared, len(shared))
 
     def drop(self, seq_id: int) -> None:
+        before = list(self.kv.block_table(seq_id))
         self.kv.release(seq_id)
-        del self.seqs[seq_id]
+        self.dropped(seq_id, self.seqs.pop(seq_id), before)
         self.observe()
         with pytest.raises(IntegrityError, match=f"sequence {seq_id} "):
             self.kv.release(seq_id)
+
+    def dropped(self, seq_id: int, seq: Seq, block_ids: list[int]) -> None:
+        """What it had is free."""
+
+    def demand(self, num_tokens: int, limit: int, data: st.DataObject) -> SeqDemand:
+        return SeqDemand(num_tokens, limit)
+
+    def started(self, seq_id: int, demand: SeqDemand) -> None:
+        """A sequence was admitted."""
+
+    def forked(self, parent_id: int, child_id: int) -> None:
+        """A sequence was forked."""
+
+    def check_admission(self, demand: SeqDemand, keep: int, admitted: bool) -> None:
+        needed = -(-demand.num_tokens // self.bs) + keep
+        assert admitted == (needed <= self.kv.num_free_blocks)
 
     def runner_slot(self, seq: Seq, position: int) -> int:
         return seq.runner_table[position // self.bs] * self.bs + position % self.bs
@@ -110,11 +139,9 @@ class PoolMachine(RuleBasedStateMachine):
     ) -> None:
         limit = min(num_tokens + extra, self.kv.max_tokens_of_one_sequence)
         num_tokens = min(num_tokens, limit)
-        demand = SeqDemand(num_tokens, limit)
-        free = self.kv.num_free_blocks
+        demand = self.demand(num_tokens, limit, data)
         admitted = self.kv.can_admit(demand, keep)
-        if self.policy.name == "paged":
-            assert admitted == (-(-num_tokens // self.bs) + keep <= free)
+        self.check_admission(demand, keep, admitted)
         if not admitted:
             return
         seq_id = self.fresh_id()
@@ -126,6 +153,7 @@ class PoolMachine(RuleBasedStateMachine):
         with pytest.raises(IntegrityError, match=f"sequence {seq_id} has a block table already"):
             self.kv.start(seq_id, demand, request_id)
         self.seqs[seq_id] = Seq(request_id, self.fresh_tokens(num_tokens), limit)
+        self.started(seq_id, demand)
         self.observe()
         if data.draw(st.booleans()):  # what was promised holds: the whole prompt fits now
             self.run_step([seq_id], data, whole=True)
@@ -167,6 +195,7 @@ class PoolMachine(RuleBasedStateMachine):
             if seq_id in self.seqs:
                 self.write(seq_id, num)
         self.read_back()
+        self.kv.begin_step()
 
     def grow_or_preempt(self, seq_id: int, num_tokens: int, planned: dict[int, int]):
         """Grow; when there is no room release the youngest other sequence and try again."""
@@ -212,15 +241,24 @@ class PoolMachine(RuleBasedStateMachine):
         parent_id = self.pick(data)
         parent = self.seqs[parent_id]
         for _ in range(times):
+            if not self.may_fork(parent_id):
+                return
             child_id = self.fresh_id()
             if not self.kv.fork(parent_id, child_id):
-                assert self.policy.name != "paged"
+                assert not self.has_room_to_fork(parent_id)
                 return
             child = Seq(parent.request_id, parent.tokens[: parent.num_computed], parent.limit)
             child.num_computed = parent.num_computed
             self.seqs[child_id] = child
+            self.forked(parent_id, child_id)
             self.observe()
             assert self.kv.num_committed(child_id) == parent.num_computed
+
+    def may_fork(self, parent_id: int) -> bool:
+        return True
+
+    def has_room_to_fork(self, parent_id: int) -> bool:
+        return True
 
     @precondition(lambda self: self.seqs)
     @rule(data=st.data())
@@ -258,6 +296,7 @@ class PoolMachine(RuleBasedStateMachine):
     def conservation(self) -> None:
         """I1, counted without the room's own help."""
         entries = Counter(b for i in self.seqs for b in self.kv.block_table(i))
+        entries.update(b for _, block_ids in self.dead.values() for b in block_ids)
         for block_id in range(self.kv.num_blocks):
             assert self.kv.ref_count(block_id) == entries[block_id]
         assert self.kv.num_free_blocks + len(entries) == self.kv.num_blocks
@@ -301,14 +340,248 @@ class PoolMachine(RuleBasedStateMachine):
         assert not self.kv._accounts
 
 
-class ContiguousMachine(PoolMachine):
-    """The same lives under a policy that reserves runs and copies at a fork."""
+@dataclass(eq=False)
+class Family:
+    """Sequences of one demand: who started, who lives, and how many runs are promised."""
+
+    demand: SeqDemand
+    carrier: int
+    num_promised: int
+    live: set[int] = field(default_factory=set)
+    is_told: bool = False
+    """Whether nobody is forked but those who are promised a run."""
+
+
+class ReservingMachine(PoolMachine):
+    """The same lives under policies that reserve runs of blocks and copy at a fork."""
+
+    max_seq_tokens = 60
+
+    def asked(self, demand: SeqDemand) -> int:
+        """Tokens to be reserved, by the definition (PAPER.md, section 3)."""
+        raise NotImplementedError
+
+    def run_len(self, demand: SeqDemand) -> int:
+        raise NotImplementedError
+
+    def next_power(self, num: int) -> int:
+        power = 1
+        while power < num:
+            power *= 2
+        return power
+
+    def demand(self, num_tokens: int, limit: int, data: st.DataObject) -> SeqDemand:
+        """`limit` is how long it gets, and may be all that is known or not."""
+        slack = data.draw(st.sampled_from([0, 0, 7]))
+        most = min(limit + slack, self.kv.max_tokens_of_one_sequence)
+        expected = limit if slack or data.draw(st.booleans()) else None
+        forks_again = data.draw(st.booleans())
+        num_seqs = data.draw(st.sampled_from([1, 1, 2, 3]))
+        return SeqDemand(
+            num_tokens, most, expected, num_seqs=num_seqs, forks_again=forks_again and num_seqs > 1
+        )
+
+    @initialize()
+    def no_families(self) -> None:
+        self.families: dict[int, Family] = {}
+
+    def check_admission(self, demand: SeqDemand, keep: int, admitted: bool) -> None:
+        if not self.seqs:
+            assert admitted == self.kv.fits_idle(demand)
+        if admitted:
+            assert demand.num_seqs * self.run_len(demand) <= self.kv.num_free_blocks
+
+    def started(self, seq_id: int, demand: SeqDemand) -> None:
+        self.families[seq_id] = Family(demand, seq_id, demand.num_seqs - 1, {seq_id})
+        self.check_run(seq_id)
+
+    def forked(self, parent_id: int, child_id: int) -> None:
+        family = self.families[child_id] = self.families[parent_id]
+        family.num_promised = max(0, family.num_promised - 1)
+        family.live.add(child_id)
+        self.check_run(child_id)
+
+    def check_run(self, seq_id: int) -> None:
+        """It is consecutive and as long as it must be."""
+        table = list(self.kv.block_table(seq_id))
+        assert len(table) == self.run_len(self.families[seq_id].demand)
+        assert table == list(range(table[0], table[0] + len(table)))
+
+    def may_fork(self, parent_id: int) -> bool:
+        family = self.families[parent_id]
+        return not family.is_told or family.num_promised > 0
+
+    def has_room_to_fork(self, parent_id: int) -> bool:
+        return self.families[parent_id].num_promised > 0
+
+    @precondition(lambda self: self.seqs)
+    @rule(data=st.data())
+    def expect_fewer_forks(self, data: st.DataObject) -> None:
+        seq_id = self.pick(data)
+        family = self.families[seq_id]
+        if family.demand.forks_again:
+            return
+        num_before = family.num_promised
+        family.num_promised = data.draw(st.integers(0, num_before))
+        family.is_told = True
+        self.kv.expect_forks(seq_id, family.num_promised)
+        self.not_promised(family, num_before - family.num_promised)
+
+    def not_promised(self, family: Family, num_runs: int) -> None:
+        """Runs that nobody will take."""
+
+    def dropped(self, seq_id: int, seq: Seq, block_ids: list[int]) -> None:
+        family = self.families.pop(seq_id)
+        family.live.remove(seq_id)
+        if family.live and family.demand.forks_again:
+            family.num_promised += 1
+        elif not family.live or seq_id == family.carrier:
+            family.num_promised = 0
+
+    @invariant()
+    def ledger_adds_up(self) -> None:
+        """I7, and every term by its definition (PAPER.md, section 4)."""
+        tokens = reserved = internal = rounding = allocated = 0
+        runs = [
+            (self.families[i].demand, seq.num_computed, self.families[i].demand.max_total_tokens)
+            for i, seq in self.seqs.items()
+        ]
+        for family in dict.fromkeys(self.families.values()):
+            runs += [(family.demand, 0, family.demand.max_total_tokens)] * family.num_promised
+        for demand, filled, most in runs + self.held_back():
+            asked = max(filled, self.asked(demand))
+            last = max(filled, min(most, asked))
+            tokens += filled
+            reserved += last - filled
+            internal += asked - last
+            rounding += self.run_len(demand) * self.bs - asked
+            allocated += self.run_len(demand) * self.bs
+        ledger = self.kv.ledger()
+        assert (ledger.tokens, ledger.reserved) == (tokens, reserved)
+        assert (ledger.internal, ledger.rounding) == (internal, rounding)
+        assert ledger.external + ledger.free == self.kv.num_slots - allocated + rounding
+        assert sum(ledger.terms().values()) == self.kv.num_slots
+        assert ledger.shared_saved == 0
+        requests = {seq.request_id for seq in self.seqs.values()}
+        parts = [self.kv.request_ledger(request_id) for request_id in requests]
+        assert sum(part.tokens for part in parts) == ledger.tokens
+        for part in parts:
+            slots = part.tokens + part.reserved + part.internal + part.rounding
+            assert slots == part.num_allocated_slots
+
+    def held_back(self) -> list[tuple[SeqDemand, int, int]]:
+        """Runs of ended sequences: (demand, tokens, most tokens)."""
+        return []
+
+
+class OrcaMachine(ReservingMachine):
+    """Chunks from the buddy allocator."""
+
+    estimate = "max"
 
     def make_policy(self, num_blocks: int, block_size: int) -> AllocationPolicy:
-        return ContiguousPolicy(min(60, num_blocks * block_size))
+        return OrcaPolicy(self.max_seq_tokens, self.estimate)
+
+    def asked(self, demand: SeqDemand) -> int:
+        chunk = self.next_power(-(-self.max_seq_tokens // self.bs))
+        while chunk > self.kv.num_blocks:
+            chunk //= 2
+        most = min(self.max_seq_tokens, chunk * self.bs)
+        output = (demand.expected_total_tokens or demand.max_total_tokens) - demand.num_tokens
+        output = max(1, output)
+        if self.estimate == "max":
+            return most
+        if self.estimate == "pow2":
+            output = self.next_power(output)
+        return min(demand.num_tokens + output, most)
+
+    def run_len(self, demand: SeqDemand) -> int:
+        return self.next_power(-(-self.asked(demand) // self.bs))
+
+
+class Pow2Machine(OrcaMachine):
+    """Reserved by the next power of two of the true output."""
+
+    estimate = "pow2"
+
+
+class OracleMachine(OrcaMachine):
+    """Reserved by the true output."""
+
+    estimate = "oracle"
+
+
+class ContiguousMachine(ReservingMachine):
+    """Regions, and batches that nobody joins."""
+
+    def make_policy(self, num_blocks: int, block_size: int) -> AllocationPolicy:
+        return ContiguousPolicy(self.max_seq_tokens, max_batch=4)
+
+    @initialize()
+    def no_batch(self) -> None:
+        self.num_joined = 0
+        self.ended: list[SeqDemand] = []
+        """Of runs that nobody uses and that are held back."""
+
+    def asked(self, demand: SeqDemand) -> int:
+        return min(self.max_seq_tokens, self.kv.num_slots)
+
+    def run_len(self, demand: SeqDemand) -> int:
+        return -(-self.asked(demand) // self.bs)
+
+    def check_admission(self, demand: SeqDemand, keep: int, admitted: bool) -> None:
+        num_taken = len(self.seqs) + len(self.ended)
+        num_taken += sum(f.num_promised for f in dict.fromkeys(self.families.values()))
+        num_regions = self.kv.num_blocks // self.run_len(demand)
+        has_room = num_taken + demand.num_seqs <= num_regions
+        assert admitted == (has_room and self.is_open and self.num_joined < 4)
+
+    @property
+    def is_open(self) -> bool:
+        return not self.has_run
+
+    has_run = False
+    """Whether a step has begun since the batch had its first member."""
+
+    def run_step(self, chosen: list[int], data: st.DataObject, whole: bool = False) -> None:
+        super().run_step(chosen, data, whole)
+        self.has_run = bool(self.seqs)
+
+    def started(self, seq_id: int, demand: SeqDemand) -> None:
+        super().started(seq_id, demand)
+        self.num_joined += 1
+
+    def dropped(self, seq_id: int, seq: Seq, block_ids: list[int]) -> None:
+        family = self.families[seq_id]
+        if family.demand.forks_again and len(family.live) > 1:
+            super().dropped(seq_id, seq, block_ids)
+            return
+        num_promised = family.num_promised
+        super().dropped(seq_id, seq, block_ids)
+        self.dead[seq_id] = (seq.request_id, block_ids)
+        self.ended.append(family.demand)
+        family.num_promised = num_promised
+        if not family.live:  # nobody will take what was promised
+            self.ended += [family.demand] * num_promised
+        if not self.seqs:
+            self.dead.clear()
+            self.ended.clear()
+            self.num_joined, self.has_run = 0, False
+
+    def not_promised(self, family: Family, num_runs: int) -> None:
+        self.ended += [family.demand] * num_runs
+
+    def held_back(self) -> list[tuple[SeqDemand, int, int]]:
+        return [(demand, 0, 0) for demand in self.ended]
 
 
 TestPagedMachine = PoolMachine.TestCase
 TestPagedMachine.settings = SETTINGS
+TestOrcaMaxMachine = OrcaMachine.TestCase
+TestOrcaMaxMachine.settings = settings(SETTINGS, max_examples=25)
+TestOrcaPow2Machine = Pow2Machine.TestCase
+TestOrcaPow2Machine.settings = settings(SETTINGS, max_examples=25)
+TestOrcaOracleMachine = OracleMachine.TestCase
+TestOrcaOracleMachine.settings = settings(SETTINGS, max_examples=25)
 TestContiguousMachine = ContiguousMachine.TestCase
-TestContiguousMachine.settings = settings(SETTINGS, max_examples=25)
+TestContiguousMachine.settings = settings(SETTINGS, max_examples=40)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 from kv_content import Sim
-from kv_support import ContiguousPolicy
 
 from octavo.errors import CapacityError
-from octavo.kv import KVCacheManager
+from octavo.kv import ContiguousPolicy, KVCacheManager
 from octavo.plan import BlockCopy, CopyKind
 
 A, B, C = (list(range(i * 100, i * 100 + 60)) for i in range(1, 4))

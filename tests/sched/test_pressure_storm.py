@@ -7,6 +7,9 @@ import random
 
 import pytest
 
+from octavo.errors import ConfigError
+from octavo.kv import KVCacheManager
+from octavo.sched import Scheduler
 from octavo.sched.storm import StormWatch
 from octavo.util import cdiv
 
@@ -218,3 +221,17 @@ def test_the_same_steps_give_the_same_changes() -> None:
         pool.drain()
         runs.append((pool.num_steps, pool.num_preemptions, pool.watermarks))
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("cap", [-0.1, 1.0, 1.5, float("nan")])
+def test_a_cap_that_is_no_share_is_refused(cap: float) -> None:
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 16}
+    with pytest.raises(ConfigError, match="max_watermark must be at least 0 and below 1, got"):
+        Scheduler(KVCacheManager(8, 4), max_watermark=cap, **limits)
+
+
+def test_a_cap_of_nothing_keeps_the_watermark_down() -> None:
+    watch = StormWatch(0.0, cap=0.0)
+    for _ in range(100):
+        assert watch.step(5, 0) is None
+    assert watch.watermark == watch.max_watermark == 0.0

@@ -106,7 +106,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_blocks = 3 + num_blocks % 8
             max_num_seqs, max_model_len, watermark = max_num_seqs + 3, 1000, 0.0
         disk = Disk() if prefix_caching and num_host_blocks and max_disk_blocks else None
-        self.kv = KVCacheManager(
+        kv = KVCacheManager(
             num_blocks,
             block_size,
             enable_prefix_caching=prefix_caching,
@@ -114,6 +114,30 @@ class SchedulerMachine(RuleBasedStateMachine):
             disk=disk,
             max_disk_blocks=max_disk_blocks if disk else 0,
         )
+        self.begin(
+            kv, max_num_seqs, extra_tokens, max_model_len, policy, watermark, mode, victim,
+            prefix_caching=prefix_caching, is_tight=is_tight, is_quiet=is_quiet,
+        )  # fmt: skip
+        if disk is not None:
+            disk.files = self.runner.disk
+
+    def begin(
+        self,
+        kv: KVCacheManager,
+        max_num_seqs: int,
+        extra_tokens: int,
+        max_model_len: int,
+        policy: str,
+        watermark: float,
+        mode: str,
+        victim: str,
+        *,
+        prefix_caching: bool,
+        is_tight: bool,
+        is_quiet: bool,
+    ) -> None:
+        self.kv = kv
+        num_blocks, block_size = kv.num_blocks, kv.block_size
         max_tokens = max_num_seqs + extra_tokens
         self.scheduler = Scheduler(
             self.kv,
@@ -137,8 +161,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.runner = ReplicaRunner(
             num_blocks, block_size, max_tokens=max_tokens, max_seqs=max_num_seqs
         )
-        if disk is not None:
-            disk.files = self.runner.disk
         self.pins: list[int] = []
         self.prompts: list[tuple[list[int], str]] = []
         """The last of those that were computed and may be found."""
@@ -200,10 +222,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         total = num_prompt + (max_tokens or 1)
         most = self.most_for(request)
+        request = self.with_expectation(request, most if max_tokens is None else total)
         try:
             stats = self.scheduler.add(request)
         except RequestCapacityError as error:
-            assert total > most
+            if total <= most:
+                self.check_refusal(request, error, most if max_tokens is None else total)
+                return
             assert error.parameter == ("prompt" if num_prompt >= most else "max_tokens")
             return
         except InvalidRequestError as error:
@@ -211,6 +236,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         assert total <= most and name not in self.live_ids
         self.note(request, stats, most if max_tokens is None else total)
+
+    def with_expectation(self, request: Request, max_total: int) -> Request:
+        """The request, with what may be known of its length."""
+        return request
+
+    def check_refusal(self, request: Request, error: RequestCapacityError, total: int) -> None:
+        """One of its sequences would fit."""
+        raise AssertionError(f"refused although it fits: {error}")
 
     @rule(
         name=st.sampled_from("abcdefghij"),
@@ -256,8 +289,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks = num_prompt // size + width * (-(-total // size) - num_prompt // size)
         try:
             stats = self.scheduler.add(request)
-        except RequestCapacityError:
+        except RequestCapacityError as error:
             most = self.most_for(request)
+            if self.kv.policy.name != "paged" and total <= most and width <= self.max_num_seqs:
+                self.check_refusal(request, error, total)
+                return
             is_large = total > most or num_blocks + self.num_lost(request) > self.kv.num_blocks
             assert is_large or width > self.max_num_seqs
             return
@@ -351,7 +387,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         try:
             self.scheduler.resize(num_blocks, self.now_s)
         except CapacityError:
-            assert num_blocks < old == self.kv.num_blocks
+            assert old == self.kv.num_blocks
+            assert num_blocks < old or self.kv.policy.name != "paged"
             return
         assert self.kv.num_blocks == num_blocks
         self.most = min(self.max_model_len, num_blocks * self.kv.block_size)

@@ -65,6 +65,11 @@ class PrefixCache(PrefixIndex):
         demand, account = table.demand, table.account
         if not demand.token_ids:
             return
+        if self.ignores(demand):
+            if not account.has_started:
+                account.misses = not_asked(demand, self.pool.block_size)
+                account.has_started = True
+            return
         match = self.match(demand, table.root_name)
         self._asked = NOBODY_ASKED
         is_first = not account.has_started and not demand.resumed

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from octavo.errors import IntegrityError
+from octavo.kv.policy import Promise
 from octavo.kv.pool import BlockPool
 from octavo.kv.table import BlockTable
 from octavo.util import human_bytes
+
+TERMS = ("tokens", "reserved", "internal", "external", "cached", "free")
+"""The kinds of slots, which add up to the pool: fields of `PoolLedger`, and of its samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +21,8 @@ class RequestLedger:
     """The blocks of a request, in slots; a block that several of its sequences share counts once.
 
     Live values: an unfilled slot counts as reserved as long as an owner may still fill it, going
-    by `SeqDemand.max_total_tokens`. What really was reserved is known when the request has ended.
+    by `SeqDemand.max_total_tokens`: an upper bound. What really was reserved is known when the
+    request has ended: see `kv/settled.py`.
     """
 
     tokens: int
@@ -25,7 +30,11 @@ class RequestLedger:
     reserved: int
     """Unfilled slots that an owner may still fill."""
     internal: int
-    """Unfilled slots that no owner can ever fill (internal fragmentation)."""
+    """Slots that were set aside and that no owner can ever fill (internal fragmentation); also
+    those of an ended member of a batch, whose tokens nobody needs any more."""
+    rounding: int = 0
+    """Slots behind what was set aside on purpose: a run of blocks was rounded up to a size that the
+    policy has. They count as external fragmentation."""
     num_physical_blocks: int
     """Blocks referenced."""
     num_logical_blocks: int
@@ -70,10 +79,13 @@ class RequestLedger:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLedger(RequestLedger):
-    """The whole pool: tokens + reserved + internal + external + cached + free = its slots (I7)."""
+    """The whole pool: tokens + reserved + internal + external + cached + free = its slots (I7).
+
+    Free blocks that are promised to forks count as what they will be, reserved for the most part.
+    """
 
     external: int
-    """Free slots that the policy cannot allocate (external fragmentation)."""
+    """Free slots that the policy cannot allocate, and `rounding` (external fragmentation)."""
     cached: int
     """Slots in blocks that no sequence references and the prefix cache keeps; those that are not
     pinned can be allocated."""
@@ -96,14 +108,7 @@ class PoolLedger(RequestLedger):
 
     def terms(self) -> dict[str, int]:
         """The six kinds of slots, which add up to the pool."""
-        return {
-            "tokens": self.tokens,
-            "reserved": self.reserved,
-            "internal": self.internal,
-            "external": self.external,
-            "cached": self.cached,
-            "free": self.free,
-        }
+        return {name: getattr(self, name) for name in TERMS}
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless the terms are sane and sum to the pool."""
@@ -121,6 +126,8 @@ class PoolLedger(RequestLedger):
             f"{self.num_slots:,} slots, {human_bytes(self.num_bytes)}"
         ]
         rows = list(self.terms().items())
+        if self.rounding:
+            rows.insert(4, ("of it rounding", self.rounding))
         if self.pinned:
             rows.append(("pinned, of these", self.pinned))
         rows.append(("saved by sharing", self.shared_saved))
@@ -137,20 +144,32 @@ def pool_ledger(
     pool: BlockPool,
     bytes_per_block: int,
     num_external_blocks: int,
+    promises: Iterable[Promise],
     pins: Mapping[int, int],
 ) -> PoolLedger:
-    """The ledger of a pool from all tables that hold blocks of it, and the pins by block."""
+    """The ledger of a pool from all tables that hold blocks of it, what is promised besides, and
+    the pins by block."""
     counts = pool.ref_counts
     num_physical = pool.num_used - pool.num_only_pinned
     split = _split(
         tables, num_physical, lambda block_id: counts[block_id] - pins.get(block_id, 0), pool
     )
     num_free = pool.num_free - pool.num_cached - num_external_blocks
+    reserved, internal, rounding = split.reserved, split.internal, split.rounding
+    for promise in promises:
+        num_free -= promise.num_blocks
+        capacity = promise.run_len * pool.block_size
+        asked = min(promise.num_asked, capacity)
+        fillable = min(promise.max_total_tokens, asked)
+        reserved += promise.num_runs * fillable
+        internal += promise.num_runs * (asked - fillable)
+        rounding += promise.num_runs * (capacity - asked)
     return PoolLedger(
         tokens=split.tokens,
-        reserved=split.reserved,
-        internal=split.internal,
-        external=num_external_blocks * pool.block_size,
+        reserved=reserved,
+        internal=internal,
+        rounding=rounding,
+        external=num_external_blocks * pool.block_size + rounding,
         cached=(pool.num_cached + pool.num_only_pinned) * pool.block_size,
         free=num_free * pool.block_size,
         num_physical_blocks=num_physical,
@@ -176,6 +195,7 @@ def request_ledger(
         tokens=split.tokens,
         reserved=split.reserved,
         internal=split.internal,
+        rounding=split.rounding,
         num_physical_blocks=num_physical,
         num_logical_blocks=split.num_logical_blocks,
         block_size=pool.block_size,
@@ -187,6 +207,7 @@ class _Split(NamedTuple):
     tokens: int
     reserved: int
     internal: int
+    rounding: int
     num_logical_blocks: int
 
 
@@ -201,25 +222,29 @@ def _split(
     Shared blocks are full, so that each counts whole for every owner; the exceptions are found
     among the blocks behind the full ones of tables that were forked.
     """
-    tokens = fillable = num_logical = 0
+    tokens = fillable = rounding = num_logical = 0
     sharing: list[BlockTable] = []
     for table in tables:
         num_logical += len(table.block_ids)
-        tokens += table.num_committed
-        fillable += _fillable(table)
+        committed, capacity = table.num_committed, table.capacity
+        tokens += committed
+        # `BlockTable.fillable`, written out: asked of every sequence in every step.
+        end = table.num_asked
+        if end < capacity:
+            rounding += capacity - (end if end > committed else committed)
+        else:
+            end = capacity
+        if table.max_total_tokens < end:
+            end = table.max_total_tokens
+        fillable += end if end > committed else committed
         if table.may_share:
             sharing.append(table)
     too_few = _not_full(sharing, entries_of)
     slots_twice = (num_logical - num_physical) * pool.block_size
     tokens -= slots_twice - too_few[0]
     fillable -= slots_twice - too_few[1]
-    internal = num_physical * pool.block_size - fillable
-    return _Split(tokens, fillable - tokens, internal, num_logical)
-
-
-def _fillable(table: BlockTable) -> int:
-    """Slots of a table that hold a token or still may."""
-    return max(table.num_committed, min(table.max_total_tokens, table.capacity))
+    internal = num_physical * pool.block_size - fillable - rounding
+    return _Split(tokens, fillable - tokens, internal, rounding, num_logical)
 
 
 def _not_full(tables: list[BlockTable], entries_of: Callable[[int], int]) -> tuple[int, int]:
@@ -230,7 +255,7 @@ def _not_full(tables: list[BlockTable], entries_of: Callable[[int], int]) -> tup
     views: dict[int, list[tuple[int, int]]] = {}
     for table in tables:
         num_full, num_tail = divmod(table.num_committed, table.block_size)
-        end = _fillable(table)
+        end = table.fillable
         table.may_share = False
         for index in range(num_full, len(table.block_ids)):
             block_id = table.block_ids[index]

@@ -60,6 +60,11 @@ class PrefixIndex:
         """Under which root a sequence looks and leaves its blocks."""
         return (salt, "") if self.enabled else ("", request_id or "")
 
+    def ignores(self, demand: SeqDemand) -> bool:
+        """Whether nobody will ever look for the blocks of such a sequence, so that they need not be
+        registered."""
+        return demand.is_only and not self.enabled and not self.host.num_blocks
+
     def match(self, demand: SeqDemand, root_name: RootName) -> Match:
         """What could be found for a demand. Takes into the tree what an earlier process left of it
         on disk, and changes nothing else.

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from octavo.errors import CapacityError, IntegrityError
 from octavo.kv.pins import Pin
 from octavo.kv.policy import NO_GROWTH, Growth, GrowthDemand, Preempted, SeqDemand
+from octavo.kv.runs import advance, most_steps
 from octavo.kv.state import KVState
 from octavo.kv.swap import own_blocks
 from octavo.kv.table import BlockTable
@@ -38,12 +39,30 @@ class KVCacheManager(KVState):
         """A new step is being planned: to be called before anything is asked for it. What earlier
         steps compute is there when the copies of this one are done."""
         self._cache.step += 1
+        self.policy.begin_step()
 
     def take_copies(self) -> list[BlockCopy]:
         """The copies that the next plan must do, in this order, before it computes anything."""
         copies, self._pool.copies = self._pool.copies, []
         self._cache.plan += 1
         return copies
+
+    def most_quiet_steps(self, seq_ids: Iterable[int]) -> int:
+        """How many steps could be taken now, at least, in which each of these sequences computes
+        one token, so that blocks that hold nothing of worth are all that they take: no copies, and
+        nothing that is kept in another memory instead."""
+        pool = self._pool
+        has_tiers = self._cache.host.num_blocks > 0
+        num_free = pool.num_free - pool.num_cached if has_tiers else pool.num_free
+        return 0 if pool.copies else most_steps([self._tables[i] for i in seq_ids], pool, num_free)
+
+    def advance(self, seq_ids: Iterable[int], times: Sequence[float]) -> None:
+        """Take that many quiet steps, which begin at these times: the same as `begin_step`,
+        `set_time`, for each sequence in this order `grow` and `commit` of one token more, and
+        `take_copies`, for each of them."""
+        self.policy.begin_step()
+        tables = [self._tables[i] for i in seq_ids]
+        advance(tables, times, self._pool, self._cache, self._grow, self.set_time)
 
     # -- the life of a sequence
 
@@ -149,6 +168,12 @@ class KVCacheManager(KVState):
         parent.account.open(child, self._now_s)
         return True
 
+    def expect_forks(self, seq_id: int, num_forks: int) -> None:
+        """Say that at most so many sequences will still be forked from this one, which started for
+        several (`SeqDemand.num_seqs`) that do not fork again: others get what they will not need.
+        """
+        self.policy.expect_forks(self._table(seq_id), num_forks)
+
     def release(self, seq_id: int) -> None:
         """Drop a sequence's table and its blocks: it ended or was aborted. The prefix cache keeps
         them while there is room.
@@ -158,6 +183,8 @@ class KVCacheManager(KVState):
         table = self._table(seq_id)
         if self._cache.enabled:
             self._cache.register_tail(table)
+        if self.history is not None:
+            self.history.settle(table, table.num_wanted)
         self._give_back(table)
 
     def preempt(self, seq_id: int, to_host: bool) -> Preempted:
@@ -170,6 +197,8 @@ class KVCacheManager(KVState):
         table = self._table(seq_id)
         num_free = self.num_free_blocks
         self._holds.note(table)
+        if self.history is not None:
+            self.history.settle(table, table.num_committed)
         if not (to_host and self.policy.shares_blocks):
             tokens_lost = sum(num for _, _, num in own_blocks(table, self._cache))
             if self._cache.enabled:
@@ -289,9 +318,9 @@ class KVCacheManager(KVState):
 
     def _give_back(self, table: BlockTable) -> None:
         del self._tables[table.seq_id]
-        table.max_total_tokens = table.num_committed
         self._deferred[table.seq_id] = table
         for done in self.policy.release(table):
             del self._deferred[done.seq_id]
             done.account.close(done, self._now_s)
             done.clear()
+        table.end()

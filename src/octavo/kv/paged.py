@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from octavo.errors import IntegrityError
-from octavo.kv.policy import NO_GROWTH, Growth, GrowthDemand, SeqDemand
+from octavo.kv.policy import NO_GROWTH, Growth, GrowthDemand, Promise, SeqDemand
 from octavo.kv.pool import BlockPool
 from octavo.kv.table import BlockTable
 from octavo.plan import BlockCopy
@@ -25,7 +25,9 @@ class PagedPolicy:
     name = "paged"
     can_preempt = True
     shares_blocks = True
+    batches_requests = False
     num_external_blocks = 0
+    promises: tuple[Promise, ...] = ()
 
     _pool: BlockPool
 
@@ -37,6 +39,28 @@ class PagedPolicy:
     def max_tokens_of_one_sequence(self) -> int:
         """The whole pool."""
         return self._pool.num_blocks * self._pool.block_size
+
+    def begin_step(self) -> None:
+        """Nothing depends on it."""
+
+    def fits_idle(self, demand: SeqDemand) -> bool:
+        """Whether one sequence fits; where there are several, others may be preempted for it."""
+        return demand.max_total_tokens <= self.max_tokens_of_one_sequence
+
+    def why_never(self, demand: SeqDemand) -> str:
+        """See `AllocationPolicy`."""
+        return (
+            f"{demand.max_total_tokens:,} tokens exceed the "
+            f"{self.max_tokens_of_one_sequence:,} of the KV pool"
+        )
+
+    def why_no_room(self, demand: SeqDemand) -> None:
+        """Blocks are all that it needs."""
+
+    @property
+    def max_blocks_of_one_sequence(self) -> int:
+        """The whole pool."""
+        return self._pool.num_blocks
 
     def can_admit(self, demand: SeqDemand, keep_free: int, num_shared: int) -> bool:
         """Whether the known tokens fit into free blocks; future ones are not provided for.
@@ -79,6 +103,9 @@ class PagedPolicy:
             return NO_GROWTH
         return Growth(new_block_ids, replaced)
 
+    def expect_forks(self, table: BlockTable, num_forks: int) -> None:
+        """Nothing is promised."""
+
     def can_grow_all(self, demands: Sequence[GrowthDemand]) -> bool:
         """Plays `grow` through: who copies a block leaves it to its other owners, and the last of
         them writes in place, unless the prefix tree knows what would be overwritten."""
@@ -116,6 +143,9 @@ class PagedPolicy:
         """Blocks that nobody else owns are free at once."""
         self._pool.release(table.block_ids)
         return (table,)
+
+    def check_integrity(self, tables: Sequence[BlockTable]) -> None:
+        """It keeps nothing."""
 
     def _entry_to_copy(
         self, table: BlockTable, num_computed: int, left: Mapping[int, int] = _NONE_LEFT

@@ -35,6 +35,15 @@ class SeqDemand:
     max_hit_tokens: int | None = None
     """Most tokens that may be found instead of computed (prompt logprobs need the rest computed);
     None: all but the last, whose logits are needed."""
+    num_seqs: int = 1
+    """Sequences of that size that will run: it, and those that will be forked from it. A policy
+    that reserves in advance admits all of them or none."""
+    is_only: bool = False
+    """Whether its request never has another sequence: without a prefix cache and host memory nobody
+    will look for its blocks."""
+    forks_again: bool = False
+    """Whether sequences of it that end are replaced by forks of the others (beams): what one had
+    stays the request's."""
 
 
 class Growth(NamedTuple):
@@ -79,6 +88,23 @@ class RestoreCost(NamedTuple):
     """Blocks to move out, and in again, if they are moved: those that only they reference."""
 
 
+class Promise(NamedTuple):
+    """Free blocks that a request's forks will get, and nobody else."""
+
+    num_runs: int
+    run_len: int
+    """Blocks of each run."""
+    num_asked: int
+    """Tokens that each is set aside for; slots behind are rounding."""
+    max_total_tokens: int
+    """Most tokens that each may come to hold."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all runs."""
+        return self.num_runs * self.run_len
+
+
 class AllocationPolicy(Protocol):
     """Decides how sequences get blocks. One object serves one pool.
 
@@ -105,23 +131,59 @@ class AllocationPolicy(Protocol):
         ...
 
     @property
+    def batches_requests(self) -> bool:
+        """Whether a batch of requests runs to its end before others come in. Then all that fit
+        join in one step, though their tokens may have to wait for later ones."""
+        ...
+
+    @property
     def max_tokens_of_one_sequence(self) -> int:
         """Most tokens one sequence can hold when it is alone in the pool."""
         ...
 
     @property
+    def max_blocks_of_one_sequence(self) -> int:
+        """Most entries its table can have then: what rounding adds to a region is in the table."""
+        ...
+
+    @property
     def num_external_blocks(self) -> int:
-        """Free blocks that cannot be allocated (external fragmentation)."""
+        """Free blocks that are promised to nobody and cannot be allocated: they lie in pieces too
+        small for what was refused last (external fragmentation)."""
+        ...
+
+    @property
+    def promises(self) -> Sequence[Promise]:
+        """Free blocks that are set aside for forks."""
         ...
 
     def attach(self, pool: BlockPool) -> None:
         """Take charge of an empty pool. Called once, by the manager."""
         ...
 
+    def begin_step(self) -> None:
+        """A new step is being planned."""
+        ...
+
+    def fits_idle(self, demand: SeqDemand) -> bool:
+        """Whether an idle pool could hold all sequences of a demand to their ends. What it could
+        not is refused at once: it would wait for ever (invariant I5)."""
+        ...
+
+    def why_never(self, demand: SeqDemand) -> str:
+        """Of a demand that does not fit an idle pool: the arithmetic, for people."""
+        ...
+
+    def why_no_room(self, demand: SeqDemand) -> str | None:
+        """Of a demand that was just refused: why, for people. None: there are too few free blocks
+        for its known tokens."""
+        ...
+
     def can_admit(self, demand: SeqDemand, keep_free: int, num_shared: int) -> bool:
         """Whether `start` and `grow` to `demand.num_tokens` would succeed now and leave
         `keep_free` blocks free. Admission by batches is decided here too. `num_shared` blocks of it
-        are referenced by others, who share them (0 unless `shares_blocks`)."""
+        are referenced by others, who share them (0 unless `shares_blocks`). A policy that reserves
+        answers for `demand.num_seqs` sequences, and need keep nothing free."""
         ...
 
     def start(self, table: BlockTable) -> bool:
@@ -143,7 +205,17 @@ class AllocationPolicy(Protocol):
         them. False: no room now."""
         ...
 
+    def expect_forks(self, table: BlockTable, num_forks: int) -> None:
+        """At most so many sequences will still be forked from this one and those forked from it:
+        what is promised beyond that need not be kept. Not for those that fork again."""
+        ...
+
     def release(self, table: BlockTable) -> Sequence[BlockTable]:
         """The sequence is over. Returns the tables whose blocks this call gave back to the pool:
         `(table,)`, or nothing and later all of a batch when its last sequence ends."""
+        ...
+
+    def check_integrity(self, tables: Sequence[BlockTable]) -> None:
+        """Raise `IntegrityError` unless what it keeps agrees with these tables, which are all that
+        hold blocks, those held back included."""
         ...

@@ -13,6 +13,7 @@ from octavo.kv.paged import PagedPolicy
 from octavo.kv.pins import Pins
 from octavo.kv.policy import AllocationPolicy, RestoreCost, SeqDemand
 from octavo.kv.pool import BlockPool
+from octavo.kv.settled import LedgerHistory
 from octavo.kv.stats import PrefixCacheStats
 from octavo.kv.swap import Holds, restore_cost
 from octavo.kv.table import BlockTable, TableView
@@ -39,11 +40,11 @@ class KVState:
         """An empty pool of `num_blocks` blocks of `block_size` tokens.
 
         `policy` must be fresh (it serves one pool); None is paged. `bytes_per_block` is only used
-        to express ledgers in bytes. Without `enable_prefix_caching` a block stays as long as a
-        sequence references it or, preempted, waits for it. `num_host_blocks` is the size of the
-        host tier; behind it `disk` keeps at most `max_disk_blocks`. Raises `CapacityError` for a
-        pool without a block and `ConfigError` for a block size below 1, bytes that do not divide
-        by it, and tiers that cannot be used.
+        to express ledgers in bytes. Without `enable_prefix_caching`, and under policies that do not
+        share blocks, a block stays as long as a sequence references it or, preempted, waits for it.
+        `num_host_blocks` is the size of the host tier; behind it `disk` keeps at most
+        `max_disk_blocks`. Raises `CapacityError` for a pool without a block and `ConfigError` for
+        a block size below 1, bytes that do not divide by it, and tiers that cannot be used.
         """
         if block_size < 1:
             raise ConfigError(f"block_size must be at least 1, got {block_size}: --block-size")
@@ -61,6 +62,13 @@ class KVState:
                 f"num_host_blocks={num_host_blocks} and max_disk_blocks={max_disk_blocks} must not "
                 "be negative: --swap-space, --kv-disk-bytes"
             )
+        self.policy: AllocationPolicy = PagedPolicy() if policy is None else policy
+        if num_host_blocks and not self.policy.shares_blocks:
+            raise ConfigError(
+                f"--kv-policy {self.policy.name} moves no blocks to host memory, and "
+                f"{num_host_blocks:,} host blocks were asked for: --swap-space 0, or --kv-policy "
+                "paged"
+            )
         if disk is not None and not (num_host_blocks and enable_prefix_caching):
             raise ConfigError(
                 "the disk tier keeps cached blocks, which pass through host memory: it needs "
@@ -69,13 +77,12 @@ class KVState:
             )
         self.block_size = block_size
         self.bytes_per_block = bytes_per_block
-        self.policy: AllocationPolicy = PagedPolicy() if policy is None else policy
         self._pool = BlockPool(num_blocks, block_size)
         self.policy.attach(self._pool)
         self._cache = PrefixCache(
             self._pool,
             enabled=enable_prefix_caching and self.policy.shares_blocks,
-            num_host_blocks=num_host_blocks if self.policy.shares_blocks else 0,
+            num_host_blocks=num_host_blocks,
             disk=disk,
             max_disk_blocks=max_disk_blocks,
             bytes_per_block=bytes_per_block,
@@ -87,6 +94,8 @@ class KVState:
         """Released sequences whose blocks the policy holds back until their batch ends."""
         self._accounts: dict[str, RequestAccount] = {}
         self._now_s = 0.0
+        self.history: LedgerHistory | None = None
+        """Keeps samples of the pool, and settles them; None: nobody looks back."""
 
     @property
     def num_blocks(self) -> int:
@@ -107,6 +116,12 @@ class KVState:
     def num_sequences(self) -> int:
         """Sequences with a table."""
         return len(self._tables)
+
+    @property
+    def num_holders(self) -> int:
+        """Sequences that hold blocks: those with a table, and those that have ended and whose batch
+        holds their blocks back."""
+        return len(self._tables) + len(self._deferred)
 
     @property
     def max_tokens_of_one_sequence(self) -> int:
@@ -134,6 +149,11 @@ class KVState:
         `grow` up to `max_total_tokens` always succeeds)."""
         return self.policy.can_preempt
 
+    @property
+    def batches_requests(self) -> bool:
+        """Whether a batch of requests runs to its end before others come in."""
+        return self.policy.batches_requests
+
     def has(self, seq_id: int) -> bool:
         """Whether the sequence has a table."""
         return seq_id in self._tables
@@ -154,6 +174,14 @@ class KVState:
         """Table entries and pins that point at a block; 0 means it is free or cached."""
         return self._pool.ref_count(block_id)
 
+    def is_cached(self, block_id: int) -> bool:
+        """Whether nobody references a block, and the prefix cache can find it again."""
+        return not self._pool.ref_counts[block_id] and self._pool.nodes[block_id] is not None
+
+    def tables(self) -> list[BlockTable]:
+        """All that hold blocks, those of ended members of a batch included: to read only."""
+        return self._all_tables()
+
     # -- may it be done?
 
     def can_admit(self, demand: SeqDemand, keep_free: int = 0) -> bool:
@@ -165,11 +193,24 @@ class KVState:
         """
         if self.policy.can_admit(demand, keep_free, 0):
             return True
-        if not self.policy.shares_blocks:
+        if not self.policy.shares_blocks or self._cache.ignores(demand):
             return False
         root_name = self._holds.root_name_of(demand)
         num_shared = self._cache.num_shared(demand, root_name)
         return num_shared > 0 and self.policy.can_admit(demand, keep_free, num_shared)
+
+    def fits_idle(self, demand: SeqDemand) -> bool:
+        """Whether all sequences of a demand could run if nothing else did. What else they may find
+        and share is not looked at."""
+        return self.policy.fits_idle(demand)
+
+    def why_never(self, demand: SeqDemand) -> str:
+        """Of a demand that does not fit an idle pool: the arithmetic, for people."""
+        return self.policy.why_never(demand)
+
+    def why_no_room(self, demand: SeqDemand) -> str | None:
+        """Of a demand that was just refused: why, for people. None: there are too few blocks."""
+        return self.policy.why_no_room(demand)
 
     def restore_cost(self, *seq_ids: int) -> RestoreCost:
         """What it would take to bring running sequences back that are preempted together. What
@@ -190,8 +231,11 @@ class KVState:
         if num_blocks < 1 or not self.policy.shares_blocks:
             raise CapacityError(
                 f"the KV pool of {self.num_blocks:,} blocks cannot be resized to {num_blocks:,}: "
-                + ("it needs at least 1" if num_blocks < 1 else "")
-                + ("" if self.policy.shares_blocks else f" --kv-policy {self.policy.name} is fixed")
+                + (
+                    "it needs at least 1"
+                    if self.policy.shares_blocks
+                    else f"under --kv-policy {self.policy.name} its size is fixed"
+                )
             )
         self._pins.check_fits(num_blocks)
 
@@ -213,8 +257,17 @@ class KVState:
             self._pool,
             self.bytes_per_block,
             self.policy.num_external_blocks,
+            self.policy.promises,
             self._pins.counts,
         )
+
+    def keep_history(self, max_samples: int = 4096, spacing_s: float = 0.0) -> LedgerHistory:
+        """Settle samples of the ledger from now on: the answer is told when sequences give their
+        blocks back, and takes a sample when its owner says so."""
+        self.history = LedgerHistory(
+            self.ledger, self._all_tables, max_samples=max_samples, spacing_s=spacing_s
+        )
+        return self.history
 
     def host_ledger(self) -> TierLedger:
         """Where every block of the host tier is."""
@@ -256,6 +309,7 @@ class KVState:
         for request_id, account in self._accounts.items():
             account.check_integrity(request_id)
         self._pins.check_integrity()
+        self.policy.check_integrity(self._all_tables())
         self.ledger().check_integrity()
         self.host_ledger().check_integrity()
         self.disk_ledger().check_integrity()

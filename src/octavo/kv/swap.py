@@ -38,7 +38,7 @@ class Holds:
 
     def note(self, table: BlockTable) -> None:
         """A sequence is preempted: it will look for its relatives' blocks when it comes back."""
-        if not self._cache.enabled:
+        if not (self._cache.enabled or self._cache.ignores(table.demand)):
             self._relatives[table.seq_id] = (table.token_ids, table.root_name)
 
     def root_name_of(self, demand: SeqDemand) -> RootName:

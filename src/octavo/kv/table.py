@@ -62,6 +62,7 @@ class BlockTable:
         "max_total_tokens",
         "may_share",
         "next_register",
+        "num_asked",
         "num_committed",
         "num_registered",
         "num_reported",
@@ -84,6 +85,9 @@ class BlockTable:
         """Tokens whose KV is in the pool, or will be once the planned step ran."""
         self.max_total_tokens = demand.max_total_tokens
         """Most tokens it may still come to hold."""
+        self.num_asked = sys.maxsize
+        """Tokens that the policy set aside on purpose: slots behind them are rounding. Beyond every
+        length where blocks are taken on demand."""
         self.exclusive_from = sys.maxsize
         """Positions from here on are known to lie in blocks that nobody else has, behind what the
         prefix tree knows of them. Beyond every position as long as the runner has not been told of
@@ -145,6 +149,22 @@ class BlockTable:
             )
         index, offset = divmod(position, self.block_size)
         return self.block_ids[index] * self.block_size + offset
+
+    @property
+    def fillable(self) -> int:
+        """Its first slots that hold a token or still may."""
+        most = min(self.max_total_tokens, self.num_asked, self.capacity)
+        return max(self.num_committed, most)
+
+    @property
+    def num_wanted(self) -> int:
+        """Its first slots that were of use, if it ends now: those filled, and the one that was kept
+        for its last token, which is sampled but never computed."""
+        return self.num_committed + (len(self.token_ids) == self.num_committed + 1)
+
+    def end(self) -> None:
+        """Its sequence is over, though it may keep its blocks until a batch has ended."""
+        self.num_committed = self.max_total_tokens = 0
 
     def clear(self) -> None:
         """Empty it: its blocks were given back."""

@@ -108,6 +108,15 @@ class RequestAccount:
         self._count(block_ids)
         self._note_peaks()
 
+    def add_own(self, block_id: int, now_s: float) -> None:
+        """The same as `settle` and `add`, for one block that no other entry points at."""
+        entries = self._entries
+        self._block_seconds += len(entries) * (now_s - self._since_s)
+        self._since_s = now_s
+        entries[block_id] = 1
+        if len(entries) > self._peak_blocks:
+            self._peak_blocks = len(entries)
+
     def remove(self, block_ids: Iterable[int]) -> None:
         """Table entries that pointed at these blocks are gone."""
         entries = self._entries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Literal, NamedTuple
 
@@ -86,6 +87,12 @@ class CostModel:
         """A step computed that many tokens, of decodes and of prompts, in that time; host and
         disk copies not counted."""
         self._steps.add(num_tokens, seconds)
+
+    def observe_alike(self, num_tokens: int, seconds: Sequence[float]) -> None:
+        """Steps of that many tokens each, in that time each, one after the other: what comes of
+        `observe_step` for each of them, as far as it is remembered."""
+        for one in seconds[-_WINDOW:]:
+            self._steps.add(num_tokens, one)
 
     def observe_copies(self, num_blocks: int, seconds: float) -> None:
         """That many blocks were copied to or from the host in that time, one after another."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import accumulate, islice
 
 from octavo.kv.manager import KVCacheManager
-from octavo.kv.policy import Growth
+from octavo.kv.policy import NO_GROWTH, Growth
 from octavo.plan import NewSeq, SeqFork, SeqPlan, StepPlan
 from octavo.sched.admission import Admission
 from octavo.sched.budget import StepBudget
@@ -66,7 +66,7 @@ class Planner:
     def _serve_running(self, plan: StepPlan, budget: StepBudget) -> None:
         """One token for a decode; for a prompt under way as many as the others leave it."""
         running = self._roster.running
-        grow, by_force = self._kv.grow, self._pressure.grow
+        grow, by_force, commit = self._kv.grow, self._pressure.grow, self._kv.commit
         self._forget_counts()
         index = 0
         while index < len(running):
@@ -79,16 +79,29 @@ class Planner:
                 budget.take(0)
                 continue
             start = seq.num_computed_tokens
-            num_tokens = len(seq.token_ids) - start
-            if num_tokens > 1:
-                num_tokens = min(num_tokens, budget.num_tokens_left - self._num_to_serve(index))
+            num_tokens = num_left = len(seq.token_ids) - start
+            if num_left > 1:
+                num_tokens = min(num_left, budget.num_tokens_left - self._num_to_serve(index))
             end = start + num_tokens
             growth = grow(seq.seq_id, end, start) or by_force(seq, end, start)
             if growth is None:  # it has given way itself
                 index -= 1
                 continue
-            self._put_in_plan(plan, seq, end, growth)
-            budget.take(num_tokens)
+            if num_left > 1 or growth is not NO_GROWTH or seq.group.is_family:
+                self._put_in_plan(plan, seq, end, growth)
+                budget.take(num_tokens)
+                continue
+            # The same, written out for most of those who run in most steps. The runner knows it:
+            # what it has in the pool is told with its first blocks, and here none are new.
+            assert seq.known_to_runner, f"sequence {seq.seq_id} has blocks that nobody told of"
+            share = (seq.seq_id, start, 1, (), None, True)
+            plan.seqs.append(tuple.__new__(SeqPlan, share))
+            seq.num_pending = 1
+            seq.num_computed_tokens = end
+            seq.group.stats.num_computed_tokens += 1
+            commit(seq.seq_id, end)
+            budget.num_tokens_left -= 1
+            budget.num_seats_left -= 1
 
     def _num_to_serve(self, index: int) -> int:
         """How many of the running ones from there on will want a token in this step.
@@ -177,16 +190,16 @@ class Planner:
                 self._pressure.line_blocked(head, beams_behind())
                 break
             num_seats = self._num_seats(head, budget)
-            if budget.num_tokens_left < 1:
+            if budget.num_tokens_left < 1 and not self._kv.batches_requests:
                 self._pressure.line_blocked(head, no_tokens(self._max_num_batched_tokens))
                 break
             if num_seats > budget.num_seats_left:
                 self._pressure.line_blocked(head, no_seat(num_seats, self._max_num_seqs))
                 break
             is_alone = not roster.running or _are_beams_of(search, roster.running)
-            if not self._admission.fits_now(head, num_seats - 1, pool_is_idle=is_alone):
+            if not self._admission.fits_now(head, num_seats, pool_is_idle=is_alone):
                 if not is_alone:
-                    why = self._admission.why_no_room(head, num_seats - 1)
+                    why = self._admission.why_no_room(head, num_seats)
                     self._pressure.line_blocked(head, why)
                     break
                 if search is not None and search.last_step_id == plan.step_id:
@@ -194,10 +207,25 @@ class Planner:
                     break  # another beam is in this plan: the search ends with the next one
                 self._pressure.end_full(head)  # it cannot have more than an idle pool
                 continue
-            seq = roster.start_head()
+            seq = roster.start_head(max(1, num_seats))
             if head.group.carrier is head:
                 head.num_reserved = num_seats - 1
             self._compute_first(plan, budget, seq, num_seats)
+
+    def why_blocked(self, head: Sequence) -> str | None:
+        """Why the head of the line could not come in now, if each of those who run, of whom none
+        is a beam, would compute one token before; None if it could."""
+        budget = self._new_budget()
+        num_running = len(self._roster.running)
+        budget.take(num_running, num_running)
+        num_seats = self._num_seats(head, budget)
+        if budget.num_tokens_left < 1 and not self._kv.batches_requests:
+            return no_tokens(self._max_num_batched_tokens)
+        if num_seats > budget.num_seats_left:
+            return no_seat(num_seats, self._max_num_seqs)
+        if self._admission.fits_now(head, num_seats, pool_is_idle=False):
+            return None
+        return self._admission.why_no_room(head, num_seats)
 
     def _num_seats(self, head: Sequence, budget: StepBudget) -> int:
         """Seats that have to be free for it. The first carrier of a request wants one for every
@@ -214,7 +242,8 @@ class Planner:
     def _compute_first(
         self, plan: StepPlan, budget: StepBudget, seq: Sequence, num_seats: int
     ) -> None:
-        """The first tokens of one that was just admitted."""
+        """The first tokens of one that was just admitted: none, if a batch was let in as a whole
+        and others have taken what there was."""
         start = seq.num_computed_tokens
         search = seq.search
         num_tokens = len(seq.token_ids) - start if search is None else search.num_to_compute(seq)
@@ -225,8 +254,6 @@ class Planner:
             assert growth is not None, f"sequence {seq.seq_id} was admitted without room"
             if search is not None:
                 search.tell(plan)
-            if not seq.known_to_runner:
-                self._introduce(plan, seq)
             self._put_in_plan(plan, seq, start + num_tokens, growth)
         elif (
             search is not None
@@ -273,6 +300,8 @@ class Planner:
         seq_id = seq.seq_id
         start = seq.num_computed_tokens
         sample = end == len(seq.token_ids)
+        if not seq.known_to_runner:
+            self._introduce(plan, seq)
         share = (seq_id, start, end - start, new_block_ids, replaced, sample)
         plan.seqs.append(tuple.__new__(SeqPlan, share))  # SeqPlan(*share), at half the time
         group = seq.group

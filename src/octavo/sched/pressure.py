@@ -53,6 +53,7 @@ class Pressure:
         admission: Admission,
         policy: PreemptionPolicy,
         log: EventLog,
+        max_watermark: float,
     ) -> None:
         self._kv = kv
         self._roster = roster
@@ -60,11 +61,16 @@ class Pressure:
         self._admission = admission
         self._policy = policy
         self._log = log
-        self._storm = StormWatch(admission.watermark)
+        self._storm = StormWatch(admission.watermark, cap=max_watermark)
         self._by_mode: dict[str, ModeTotals] = {}
         self._num_storms = 0
         self._num_preempted = self._num_ended = 0
         """Of the roster's counts, those that the storm watch was told of."""
+
+    @property
+    def max_watermark(self) -> float:
+        """To which admission's watermark is raised at most."""
+        return self._storm.max_watermark
 
     def grow(self, seq: Sequence, num_tokens: int, num_computed: int) -> Growth | None:
         """Take room for a running sequence from others.
@@ -85,7 +91,11 @@ class Pressure:
 
     def make_room(self, requester: Unit, need: str) -> bool:
         """Preempt somebody who was not served yet; False if the requester itself had to go. `need`
-        says how much it wants."""
+        says how much it wants. Where space is reserved nobody can help it: it has outgrown what it
+        was expected to need."""
+        if not self._kv.can_preempt:
+            self.end_full(requester[0], self._why_outgrown(requester))
+            return False
         running = self._roster.running
         candidates = [unit for unit in self._units() if unit[0].place >= requester[0].place]
         is_alone = len(running) == len(requester)
@@ -169,14 +179,27 @@ class Pressure:
             else:
                 yield tuple(members)
 
-    def end_full(self, seq: Sequence) -> None:
-        """It has all that the pool can give: it ends by length and keeps its text."""
+    def _why_outgrown(self, requester: Unit) -> str:
+        kv, group = self._kv, requester[0].group
+        num_tokens = max(len(seq.token_ids) for seq in requester)
+        num_slots = len(kv.block_table(requester[0].seq_id)) * kv.block_size
+        return (
+            f"--kv-policy {kv.policy.name} reserved {num_slots:,} slots for "
+            f"{len(group.request.prompt_token_ids):,} prompt and "
+            f"{group.request.expected_output_tokens} expected output tokens "
+            f"(expected_output_tokens), and its {num_tokens:,} tokens do not fit"
+        )
+
+    def end_full(self, seq: Sequence, why: str | None = None) -> None:
+        """It has all that it can get: it ends by length and keeps its text. `why`, if not for lack
+        of blocks."""
         group, kv = seq.group, self._kv
         num_seqs = 1 if seq.search is None else len(seq.search.beams)
-        why = (
-            f"its {len(seq.token_ids)} tokens need a block more, {kv.num_free_blocks} of "
-            f"{kv.num_blocks} are free, and nobody else can give way"
-        )
+        if why is None:
+            why = (
+                f"its {len(seq.token_ids)} tokens need a block more, {kv.num_free_blocks} of "
+                f"{kv.num_blocks} are free, and nobody else can give way"
+            )
         self._log.add(
             EngineEvent(
                 kind=EventKind.CUT_SHORT,
@@ -212,6 +235,18 @@ class Pressure:
     def line_blocked(self, head: Sequence, why: str) -> None:
         """The head of the line could not be admitted."""
         self._log.line_blocked(head.group.request.request_id, why, self._roster.now_s)
+
+    def most_quiet_steps(self) -> int:
+        """How many steps without pressure the storm watch would let pass."""
+        roster = self._roster
+        if roster.num_preemptions != self._num_preempted:
+            return 0
+        return self._storm.most_quiet_steps(roster.num_ended - self._num_ended)
+
+    def quiet_steps(self, num_steps: int) -> None:
+        """That many passed: the same as `watch` after each of them."""
+        self.watch()
+        self._storm.quiet_steps(num_steps - 1)
 
     def watch(self) -> None:
         """A step was planned: raise or lower the watermark if preemptions came thick or not."""

@@ -52,6 +52,11 @@ class Roster:
         self._next_seq_id = 0
 
     @property
+    def may_pass(self) -> bool:
+        """Whether who comes later may stand before others in line."""
+        return self._policy != "fcfs"
+
+    @property
     def num_reserved_seats(self) -> int:
         """Seats that are kept for sequences that do not run yet, by others of their requests who
         do."""
@@ -97,12 +102,12 @@ class Roster:
             group.search.beams = [seq]
         self._line_up(seq)
 
-    def start_head(self) -> Sequence:
-        """The head of the line gets a block table and runs."""
+    def start_head(self, num_seqs: int = 1) -> Sequence:
+        """The head of the line gets a block table and runs; `num_seqs` of its request will."""
         seq = self.waiting.pop()
         group = seq.group
         seq.num_computed_tokens = self._kv.start(
-            seq.seq_id, demand_of(seq), group.request.request_id
+            seq.seq_id, demand_of(seq, num_seqs), group.request.request_id
         )
         if seq.has_run:
             self._log.back(seq.seq_id, self.now_s)
@@ -122,6 +127,14 @@ class Roster:
             child.parent = None
             child.token_ids = list(group.request.prompt_token_ids)
             self._fork(carrier, child, with_blocks=with_blocks)
+
+    def _expect_fewer(self, carrier: Sequence) -> None:
+        """A sample ended that was to be forked from it: nobody takes what is promised to that."""
+        group = carrier.group
+        num_forks = sum(child.parent is carrier for child in group.expected.values())
+        if group.carrier is carrier:
+            num_forks += min(carrier.num_reserved, len(group.unborn))
+        self._kv.expect_forks(carrier.seq_id, num_forks)
 
     def fork_beam(self, parent: Sequence) -> Sequence:
         """A new beam with the parent's tokens, and its blocks if it has any."""
@@ -233,6 +246,9 @@ class Roster:
         else:
             group.unborn.pop(seq.seq_id, None)
             group.expected.pop(seq.seq_id, None)
+            carrier = seq.parent or group.carrier
+            if carrier is not None and carrier.status is SequenceStatus.RUNNING:
+                self._expect_fewer(carrier)
         if seq.known_to_runner:
             self.to_forget.append(seq.seq_id)
         seq.status = SequenceStatus.ENDED
@@ -253,8 +269,9 @@ class Roster:
         self.to_empty = []
 
 
-def demand_of(seq: Sequence) -> SeqDemand:
-    """What a sequence brings, and will need at most.
+def demand_of(seq: Sequence, num_seqs: int = 1) -> SeqDemand:
+    """What a sequence brings, and will need at most; `num_seqs` is how many of its request will
+    run, it and those that will be forked from it.
 
     If prompt logprobs are asked for, only what it computed before may be found: those tokens'
     successors were answered.
@@ -265,8 +282,19 @@ def demand_of(seq: Sequence) -> SeqDemand:
     return SeqDemand(
         len(seq.token_ids),
         group.max_total_tokens,
+        expected_total(request, group.max_total_tokens),
         token_ids=seq.token_ids,
         salt=request.cache_salt,
         resumed=seq.has_run,
         max_hit_tokens=seq.num_answered if unanswered else None,
+        num_seqs=num_seqs,
+        is_only=not group.is_family,
+        forks_again=seq.search is not None,
     )
+
+
+def expected_total(request: Request, max_total_tokens: int) -> int | None:
+    """Tokens, prompt and output, that each sequence will have, where that is known."""
+    if request.expected_output_tokens is None:
+        return None
+    return min(len(request.prompt_token_ids) + request.expected_output_tokens, max_total_tokens)

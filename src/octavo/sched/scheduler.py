@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from octavo.config import PreemptionMode, PreemptionVictim, SchedulingPolicy
 from octavo.errors import CapacityError, ConfigError, InvalidRequestError
@@ -23,6 +23,7 @@ from octavo.sched.promises import check_pins, check_resize
 from octavo.sched.roster import Roster
 from octavo.sched.sequence import RequestStats, Sequence, SeqUpdate
 from octavo.sched.stopping import why_it_ends
+from octavo.sched.stride import QuietSteps, Stride, Strider
 
 _INTO_POOL = {CopyKind.WITHIN, CopyKind.FROM_HOST, CopyKind.FROM_DISK}
 
@@ -53,6 +54,7 @@ class Scheduler:
         max_model_len: int,
         policy: SchedulingPolicy = "fcfs",
         watermark: float = 0.01,
+        max_watermark: float = 0.125,
         preemption_mode: PreemptionMode = "recompute",
         preemption_victim: PreemptionVictim = "last-come",
         costs: CostModel | None = None,
@@ -60,9 +62,9 @@ class Scheduler:
         """`kv` is an empty pool, used by nobody else. Limits are those of `EngineConfig`.
 
         `watermark` is the share of the pool that admitting leaves free for the growth of those
-        who run; it is raised while preemptions come too thick. `costs` has the priors of what
-        copying and computing cost, and learns from results. Raises `ConfigError` naming the limit
-        it refuses.
+        who run; it is raised while preemptions come too thick, to `max_watermark` at most (at or
+        below `watermark`: never). `costs` has the priors of what copying and computing cost, and
+        learns from results. Raises `ConfigError` naming the limit it refuses.
         """
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise ConfigError(
@@ -83,6 +85,7 @@ class Scheduler:
             self._admission,
             PreemptionPolicy(kv, self._costs, mode=preemption_mode, victim=preemption_victim),
             self._log,
+            max_watermark,
         )
         self._planner = Planner(
             kv,
@@ -92,6 +95,7 @@ class Scheduler:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
         )
+        self._strider = Strider(kv, self._roster, self._planner, self._pressure, self._costs)
         self._moved: dict[int, int] | None = None
         """By old ids the new ones of blocks that resizes have moved, until the runner is told."""
         self._sizes: deque[tuple[int, int]] = deque()
@@ -232,16 +236,18 @@ class Scheduler:
         return updates
 
     def _take_token(self, seq: Sequence, token_id: int) -> None:
+        group, token_ids, now_s = seq.group, seq.token_ids, self._roster.now_s
         seq.num_pending -= 1
-        seq.token_ids.append(token_id)
-        metrics = seq.group.stats.metrics
+        token_ids.append(token_id)
+        metrics = group.stats.metrics
         metrics.num_generation_tokens += 1
-        metrics.last_token_s = self._roster.now_s
+        metrics.last_token_s = now_s
         if metrics.first_token_s is None:
-            metrics.first_token_s = self._roster.now_s
-        ending = why_it_ends(seq)
-        if ending is not None:
-            self._roster.end(seq, *ending)
+            metrics.first_token_s = now_s
+        if len(token_ids) >= group.max_total_tokens or token_id in group.stop_ids:
+            ending = why_it_ends(seq)
+            if ending is not None:
+                self._roster.end(seq, *ending)
 
     def take_updates(self) -> list[SeqUpdate]:
         """News that did not wait for a step's result: who ended while a step was planned."""
@@ -256,6 +262,23 @@ class Scheduler:
         roster = self._roster
         roster.to_forget[:0] = plan.finished
         roster.to_empty[:0] = [i for i in plan.preempted if i in roster.sequences]
+
+    # -- without a runner
+
+    def quiet_steps(self) -> QuietSteps | None:
+        """The coming steps in which nothing can change; None if the next one has to be planned.
+
+        For simulations, see `take_quiet_steps`."""
+        if self._sizes or self._next_result_id != self._next_step_id or self._moved is not None:
+            return None
+        return self._strider.look()
+
+    def take_quiet_steps(self, stride: Stride, token_of: Callable[[int], int]) -> list[SeqUpdate]:
+        """See `Strider.take`. All is left exactly as `schedule` and `update` would have, for each
+        of the steps, but that a runner is told nothing."""
+        self._next_step_id += len(stride.times)
+        self._next_result_id = self._next_step_id
+        return self._strider.take(stride, token_of)
 
     # -- the pool's size, and what is left of it
 

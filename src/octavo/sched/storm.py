@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from typing import NamedTuple
+
+from octavo.errors import ConfigError
 
 FIRST_RAISED = 1 / 32
 """The first raised watermark is at least this; each further one is twice the one before."""
@@ -48,8 +51,10 @@ class StormWatch:
         self, watermark: float, *, cap: float = 0.125, window: int = 16, calm_steps: int = 256
     ) -> None:
         """`watermark` is the normal one; it is never raised above `cap` (nor above itself, if it
-        is larger than that)."""
-        assert 0 <= watermark < 1 and 0 < cap < 1, f"watermark {watermark}, cap {cap}"
+        is larger than that). Raises `ConfigError` for a `cap` that is no share of the pool."""
+        if not 0 <= cap < 1:
+            raise ConfigError(f"max_watermark must be at least 0 and below 1, got {cap}")
+        assert 0 <= watermark < 1, f"watermark {watermark}"
         assert window >= 1 and calm_steps >= 1, f"window {window}, calm_steps {calm_steps}"
         self._levels = [watermark]
         while self._levels[-1] < cap:
@@ -65,6 +70,11 @@ class StormWatch:
     def watermark(self) -> float:
         """The share of the pool that admitting leaves free, as of now."""
         return self._levels[self._level]
+
+    @property
+    def max_watermark(self) -> float:
+        """The highest that it can become."""
+        return self._levels[-1]
 
     def step(self, num_preempted: int, num_ended: int) -> StormChange | None:
         """Count what left in one step: sequences preempted, sequences ended (aborts too).
@@ -84,6 +94,20 @@ class StormWatch:
             if len(left) == left.maxlen and 8 * sum(left) <= len(left):
                 return self._move(-1, self._tally())
         return None
+
+    def most_quiet_steps(self, num_ended: int) -> int:
+        """How many steps without a preemption would change nothing, if in the first of them so many
+        sequences ended and afterwards none."""
+        if not self._level:
+            return sys.maxsize
+        left = [*self._left, *[False] * num_ended][-(self._left.maxlen or 0) :]
+        if len(left) == self._left.maxlen and 8 * sum(left) <= len(left):
+            return 0
+        return self._calm_steps - self._num_calm_steps - 1
+
+    def quiet_steps(self, num_steps: int) -> None:
+        """Count steps in which nobody left."""
+        self._num_calm_steps += num_steps
 
     def reset(self) -> StormChange | None:
         """Nobody is left, neither running nor in line: back to normal at once."""
