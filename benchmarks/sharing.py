@@ -200,8 +200,8 @@ def run_model(
     core = llm._engine.engine.core  # the public interface tells means, not every step
     history, record = core.history, core.history.record
 
-    def record_both(plan: StepPlan) -> None:
-        record(plan)
+    def record_both(plan: StepPlan, now_s: float) -> None:
+        record(plan, now_s)
         saved.record(core.kv, plan)
 
     history.record = record_both  # type: ignore[method-assign]

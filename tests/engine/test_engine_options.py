@@ -197,4 +197,4 @@ def test_every_option_has_its_case() -> None:
     """One choice is no choice (`kv_policy`); a `revision` is the hub's, and refused elsewhere."""
     names = {field.name for field in dataclasses.fields(EngineConfig)}
     elsewhere = {"model", "tokenizer", "seed", "kv_policy", "revision"}
-    assert names == CASES.keys() | elsewhere | {"kv_disk_dir", "kv_disk_bytes"}
+    assert names == CASES.keys() | elsewhere | {"kv_disk_dir", "kv_disk_bytes", "record"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from octavo.arch import ModelArch
@@ -12,14 +14,19 @@ from octavo.engine.core import EngineCore
 from octavo.engine.engine import Engine
 from octavo.engine.input import InputProcessor
 from octavo.engine.output import OutputProcessor
+from octavo.engine.recorder import Recorder, RecordingDisk, RecordingManager, RecordingScheduler
 from octavo.engine.tiers import check_disk_folder, open_disk, why_prefixes_are_not_shared
-from octavo.errors import ConfigError
+from octavo.errors import CapacityError, ConfigError
 from octavo.kv import KVCacheManager
+from octavo.kv.policies import make_policy
+from octavo.kv.policy import AllocationPolicy
+from octavo.kv.pool import BlockPool
 from octavo.kv.sizing import KVShape, MemoryPlan, plan_memory
 from octavo.layers.workspace import Workspace, workspace_bytes
 from octavo.models.decoder import Decoder
 from octavo.models.registry import build_model
 from octavo.ops.cpu import gemm
+from octavo.record.file import check_writable
 from octavo.runner import memory
 from octavo.runner.disk_store import DiskStore
 from octavo.runner.kv_store import KVStore
@@ -43,6 +50,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     check_disk_folder(config)
+    if config.record is not None:
+        check_writable(config.record)
     available = memory.available_bytes()
     files = locate(config.model, config.revision, config.load_format, progress)
     model = _load(files, config, progress)
@@ -79,7 +88,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
         max_model_len=plan.max_seq_len,
         eos_token_ids=_eos_token_ids(model.arch, tokenizer),
         seed=config.seed,
-        capped_by=_capped_by(config, plan),
+        capped_by=_capped_by(config, plan, model.rotary.max_position),
     )
     engine = Engine(core, inputs, OutputProcessor(tokenizer))
     return BuiltEngine(resolved, model.arch, engine, tokenizer, plan, not_shared)
@@ -150,7 +159,7 @@ def _plan_memory(config: EngineConfig, model: Decoder, available: int) -> Memory
     activations, logits = workspace_bytes(
         arch, config.max_num_batched_tokens, num_rows, element_bytes
     )
-    return plan_memory(
+    plan = plan_memory(
         available_bytes=available,
         weights_bytes=model.weight_bytes,
         activation_bytes=activations + model.transient_bytes(config.max_num_batched_tokens),
@@ -162,14 +171,41 @@ def _plan_memory(config: EngineConfig, model: Decoder, available: int) -> Memory
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         num_blocks=config.num_gpu_blocks_override,
         require_max_model_len=config.max_model_len is not None,
-        swap_space=config.swap_space,
+        swap_space=config.swap_space if config.kv_policy == "paged" else 0,
         need_host=_needs_host(config),
     )
+    return _with_regions(config, plan)
 
 
-def _capped_by(config: EngineConfig, plan: MemoryPlan) -> str | None:
-    """The flag of the pool that made contexts shorter than the model's, unasked."""
-    if config.max_model_len is not None or plan.max_seq_len == plan.max_model_len:
+def _with_regions(config: EngineConfig, plan: MemoryPlan) -> MemoryPlan:
+    """The plan, with sequences no longer than a region of the pool can be under the policy.
+
+    Raises `CapacityError` if a length that was asked for does not fit.
+    """
+    policy = _policy(config, plan)
+    if policy.shares_blocks:  # all blocks may be one sequence's: the plan has seen to that
+        return plan
+    policy.attach(BlockPool(plan.num_blocks, plan.block_size))
+    longest = policy.max_tokens_of_one_sequence
+    if longest >= plan.max_seq_len:
+        return plan
+    if config.max_model_len is not None:
+        raise CapacityError(
+            f"under --kv-policy {config.kv_policy} the longest region in a pool of "
+            f"{plan.num_blocks:,} blocks ({plan.chosen_by}) holds {longest:,} tokens, and "
+            f"max_model_len is {plan.max_model_len:,}: lower --max-model-len to at most "
+            f"{longest:,}, enlarge the pool, or use --kv-policy paged"
+        )
+    return replace(plan, max_model_len=longest)
+
+
+def _policy(config: EngineConfig, plan: MemoryPlan) -> AllocationPolicy:
+    return make_policy(config.kv_policy, max_seq_tokens=plan.max_seq_len)
+
+
+def _capped_by(config: EngineConfig, plan: MemoryPlan, longest: int) -> str | None:
+    """The flag of the pool that made contexts shorter than the model's `longest`, unasked."""
+    if config.max_model_len is not None or plan.max_seq_len == longest:
         return None
     if config.num_gpu_blocks_override is not None:
         return "--num-gpu-blocks-override"
@@ -197,14 +233,18 @@ def _core(
         model.dtype, model.device,
         max_blocks=most, num_host_blocks=plan.num_host_blocks, disk=disk,
     )  # fmt: skip
-    kv = KVCacheManager(
+    recorder = None if config.record is None else Recorder(config.record)
+    manager: type[KVCacheManager] = KVCacheManager if recorder is None else RecordingManager
+    max_disk_blocks = 0 if disk is None else config.kv_disk_bytes // plan.bytes_per_block
+    kv = manager(
         plan.num_blocks,
         block_size,
+        _policy(config, plan),
         bytes_per_block=plan.bytes_per_block,
         enable_prefix_caching=config.enable_prefix_caching,
         num_host_blocks=plan.num_host_blocks,
-        disk=disk,
-        max_disk_blocks=0 if disk is None else config.kv_disk_bytes // plan.bytes_per_block,
+        disk=disk if disk is None or recorder is None else RecordingDisk(disk, recorder),
+        max_disk_blocks=max_disk_blocks,
     )
     runner = Runner(
         model,
@@ -212,9 +252,11 @@ def _core(
         workspace,
         max_num_seqs=config.max_num_seqs,
         max_num_tokens=config.max_num_batched_tokens,
-        max_blocks_per_seq=cdiv(plan.max_seq_len, block_size),
+        max_blocks_per_seq=_max_blocks_per_seq(kv, plan),
     )
-    scheduler = Scheduler(
+    decides: type[Scheduler] = Scheduler if recorder is None else RecordingScheduler
+    costs = _cost_priors(store)
+    scheduler = decides(
         kv,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -222,9 +264,20 @@ def _core(
         policy=config.scheduling_policy,
         preemption_mode=config.preemption_mode,
         preemption_victim=config.preemption_victim,
-        costs=_cost_priors(store),
+        costs=costs,
     )
-    return EngineCore(scheduler, kv, runner.execute, runner.resize_pool, disk)
+    core = EngineCore(scheduler, kv, runner.execute, runner.resize_pool, disk, recorder=recorder)
+    if recorder is not None:
+        recorder.attach(kv, scheduler)
+        recorder.begin(config, plan, costs, max_disk_blocks, core.clock())
+    return core
+
+
+def _max_blocks_per_seq(kv: KVCacheManager, plan: MemoryPlan) -> int:
+    """Entries of the longest table: in a region of a power of two more than the tokens need."""
+    if kv.policy.shares_blocks:
+        return cdiv(plan.max_seq_len, plan.block_size)
+    return kv.policy.max_blocks_of_one_sequence
 
 
 def _cost_priors(store: KVStore) -> CostModel:

@@ -21,6 +21,7 @@ from octavo.request import FinishReason, Request
 from octavo.sched import RequestStats, Scheduler, SeqUpdate
 
 if TYPE_CHECKING:
+    from octavo.engine.recorder import Recorder
     from octavo.kv.pins import Pin
     from octavo.kv.stats import PrefixCacheStats
     from octavo.runner.disk_store import DiskStore
@@ -35,7 +36,7 @@ class EngineCore:
     """Joins the scheduler's decisions and the runner's work.
 
     scheduler, kv: decisions and memory; execute, resize_pool: the runner's; disk: the last tier;
-    clock: seconds, monotonic.
+    clock: seconds, monotonic; recorder: to be ended with the engine.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class EngineCore:
         resize_pool: Callable[[int], None] | None = None,
         disk: DiskStore | None = None,
         clock: Callable[[], float] = time.monotonic,
+        recorder: Recorder | None = None,
     ) -> None:
         self.scheduler, self.kv, self.clock = scheduler, kv, clock
         self._execute: Execute | None = execute
         self._resize_pool = resize_pool
         self._disk = disk
+        self._recorder = recorder
         self._stats: dict[str, RequestStats] = {}
         self._events: deque[EngineEvent] = deque(maxlen=_MAX_EVENTS)
         self._num_noted = 0
@@ -207,8 +210,9 @@ class EngineCore:
 
     def _step(self) -> list[SeqUpdate]:
         execute = self._check_open()
+        began_s = self.clock()
         with self._deciding():
-            plan = self.scheduler.schedule(self.clock())
+            plan = self.scheduler.schedule(began_s)
         if plan is None:
             return self.scheduler.take_updates()
         try:
@@ -220,7 +224,7 @@ class EngineCore:
             raise
         with self._deciding():
             if plan.seqs:
-                self.history.record(plan)
+                self.history.record(plan, self.clock() - began_s)
             return self.scheduler.update(result, self.clock())
 
     @property
@@ -235,8 +239,13 @@ class EngineCore:
             self.abort(request_id)
         disk, self._disk = self._disk, None
         execute, self._execute, self._resize_pool = self._execute, None, None
-        if disk is None:
-            return
+        try:
+            if disk is not None:
+                self._empty_to_disk(disk, execute)
+        finally:
+            self._end_record("closed")
+
+    def _empty_to_disk(self, disk: DiskStore, execute: Execute | None) -> None:
         try:
             if execute is not None:
                 disk.wait_when_full = True
@@ -244,6 +253,10 @@ class EngineCore:
                 execute(StepPlan(_LAST_STEP, copies=self.kv.take_copies()))
         finally:
             disk.close()
+
+    def _end_record(self, why: str) -> None:
+        if self._recorder is not None:
+            self._recorder.end(why, self.scheduler, self.kv)
 
     def check_open(self) -> None:
         """Raise `EngineDeadError` once the engine is closed or dead."""
@@ -259,8 +272,9 @@ class EngineCore:
         """Half a decision leaves tables and counts that nobody can trust: the engine ends there."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._execute = None
+            self._end_record(f"died of {type(error).__name__}")
             raise
 
     def _failed(self, plan: StepPlan, error: BaseException) -> StepFailedError:

@@ -5,8 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.kv import KVCacheManager
-from octavo.kv.ledger import PoolLedger
+from octavo.kv.ledger import TERMS, PoolLedger
 from octavo.plan import StepPlan
+
+_SPACING_S = 0.05
+"""Of the samples of the pool that are settled later, in time that steps took."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettledMeans:
+    """Mean slots of each kind while steps ran; all but `undecided` add up to the pool."""
+
+    tokens: float
+    reserved: float
+    """Unfilled slots that were filled later."""
+    internal: float
+    """Unfilled slots that never were: known when their sequence has ended."""
+    external: float
+    cached: float
+    free: float
+    undecided: float
+    """Of the reserved ones those whose sequences still run: they may turn out internal."""
+
+    def __str__(self) -> str:
+        slots = {name: getattr(self, name) for name in TERMS}
+        pool = sum(slots.values())
+        terms = ", ".join(f"{name} {num / pool:.1%}" for name, num in slots.items())
+        if not self.undecided:
+            return terms
+        return f"{terms} ({self.undecided / pool:.1%} of the reserved not decided yet)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +56,9 @@ class PoolSummary:
     mean_shared_ratio: float
     """Mean over the steps that held blocks of 1 - physical / logical blocks (paper, Fig. 15)."""
 
+    settled: SettledMeans | None
+    """Where the slots of the pool were, in hindsight; None before the first step."""
+
     @property
     def peak_blocks(self) -> int:
         """Most blocks referenced at one time."""
@@ -47,6 +77,9 @@ class PoolHistory:
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
+        self._samples = kv.keep_history(spacing_s=_SPACING_S)
+        self._busy_s = 0.0
+        """Time that steps took: the clock of the samples, which stands still between requests."""
         self._num_steps = self._num_tokens = self._num_seqs = 0
         self._peak_seqs = 0
         self._peak: PoolLedger | None = None
@@ -54,9 +87,13 @@ class PoolHistory:
         self._num_steps_with_blocks = 0
         self._shared_ratios = 0.0
 
-    def record(self, plan: StepPlan) -> None:
-        """Take in the state that the plan has made, before its sequences end."""
+    def record(self, plan: StepPlan, step_s: float) -> None:
+        """Take in the state that the plan has made, before its sequences end; the step took so
+        long."""
         ledger = self._kv.ledger()
+        if self._samples.is_due(self._busy_s):
+            self._samples.sample(self._busy_s, ledger=ledger)
+        self._busy_s += step_s
         self._num_steps += 1
         self._num_tokens += plan.num_tokens
         self._num_seqs += len(plan.seqs)
@@ -83,4 +120,12 @@ class PoolHistory:
             mean_allocated_slots=self._allocated / steps,
             mean_saved_slots=self._saved / steps,
             mean_shared_ratio=self._shared_ratios / max(1, self._num_steps_with_blocks),
+            settled=self._settled(),
         )
+
+    def _settled(self) -> SettledMeans | None:
+        """Means over the time that steps took."""
+        mean = self._samples.mean(until_s=self._busy_s)
+        if mean is None:
+            return None
+        return SettledMeans(**{name: getattr(mean, name) for name in (*TERMS, "undecided")})

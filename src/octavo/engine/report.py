@@ -125,6 +125,7 @@ class MemoryReport:
             "",
             f"Over {past.num_steps:,} steps: {past.num_tokens_computed:,} tokens computed, "
             f"{past.mean_seqs:.1f} sequences a step (at most {past.peak_seqs})",
+            *([f"  the pool, as it turned out: {past.settled}"] if past.settled else []),
             f"  slots of allocated blocks that held a token {past.used_ratio:>8.1%}",
             f"  most blocks at one time                     {past.peak_blocks:>8,} "
             f"= {human_bytes(past.peak_blocks * pool.bytes_per_block)}",

@@ -33,6 +33,11 @@ def why_prefixes_are_not_shared(config: EngineConfig, model: Decoder) -> str | N
     """
     if not config.enable_prefix_caching:
         return "prefix caching is off: start without --no-enable-prefix-caching"
+    if config.kv_policy != "paged":
+        return (
+            f"prefix caching is off: --kv-policy {config.kv_policy} shares no blocks; start with "
+            "--kv-policy paged"
+        )
     if not model.rotary.is_dynamic:
         return None
     why = (
