@@ -81,6 +81,7 @@ ARRIVING: dict[str, tuple[list[str], object]] = {
     "kv_disk_bytes": (["10GiB", "--kv-disk-dir", "/kv"], 10 * 2**30),
     "scheduling_policy": (["priority"], "priority"), "seed": (["5"], 5),
     "load_format": (["gguf"], "gguf"), "skip_tokenizer_init": ([], True), "num_threads": (["2"], 2),
+    "record": (["a.jsonl"], "a.jsonl"),
     "n": (["2"], 2), "best_of": (["3"], 3), "presence_penalty": (["0.5"], 0.5),
     "frequency_penalty": (["-0.5"], -0.5),
     "repetition_penalty": (["1.5"], 1.5), "temperature": (["0.7"], 0.7), "top_p": (["0.9"], 0.9),

@@ -13,7 +13,7 @@ from octavo.config import EngineConfig
 from octavo.errors import InvalidRequestError
 from octavo.plan import BlockCopy, CopyKind, NewSeq, SeqPlan, StepPlan, StepResult
 from octavo.request import SamplerParams
-from octavo.util import cdiv
+from octavo.util import cdiv, flag_name
 
 if TYPE_CHECKING:
     from octavo import LLM
@@ -157,5 +157,5 @@ def _check(num_tokens: int, block_sizes: Sequence[int], num_iters: int) -> None:
     values = [("num_tokens", num_tokens), ("num_iters", num_iters)]
     for name, value in [*values, *(("block_sizes", size) for size in block_sizes)]:
         if value < 1:
-            flag = "--" + name.replace("_", "-")
+            flag = flag_name(name)
             raise InvalidRequestError(f"{flag} must be at least 1, got {value}", parameter=name)

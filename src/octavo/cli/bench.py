@@ -14,6 +14,7 @@ from octavo.cli.start import note, start_engine
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, InvalidRequestError
 from octavo.request import SamplingParams
+from octavo.util import flag_name
 
 if TYPE_CHECKING:
     from octavo import LLM
@@ -141,7 +142,7 @@ def _check(args: Throughput) -> None:
         return
     for name in ("input_len", "output_len", "random_range_ratio"):
         if getattr(args, name) != getattr(Throughput, name):
-            flag = "--" + name.replace("_", "-")
+            flag = flag_name(name)
             raise ConfigError(
                 f"{flag} shapes random requests, and --dataset brings its own: drop one"
             )
@@ -166,7 +167,7 @@ def _latency(prog: str, argv: Sequence[str]) -> None:
     params, config = _params(args), args.engine.config()
     for name, minimum in (("batch_size", 1), ("num_iters", 1), ("num_iters_warmup", 0)):
         if getattr(args, name) < minimum:
-            flag = "--" + name.replace("_", "-")
+            flag = flag_name(name)
             raise InvalidRequestError(
                 f"{flag} must be at least {minimum}, got {getattr(args, name)}", parameter=name
             )
@@ -197,6 +198,7 @@ def _preemption(prog: str, argv: Sequence[str]) -> None:
         ("tokenizer", "prompts are token ids"),
         ("skip_tokenizer_init", "no tokenizer is loaded anyway"),
         ("scheduling_policy", "all requests are of one priority"),
+        ("record", "each of its engines would write over it"),
     ):
         if getattr(config, name) != getattr(default, name):
             raise ConfigError(f"--{name.replace('_', '-')} has no effect here, {why}: drop it")

@@ -19,6 +19,7 @@ import tyro
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, InvalidRequestError
 from octavo.request import BeamSearchParams, SamplingParams
+from octavo.util import flag_name
 
 T = TypeVar("T")
 
@@ -230,7 +231,7 @@ def make_params(
     for field in dataclasses.fields(SamplingFlags):
         if field.name not in _OF_BOTH and getattr(sampling, field.name) != field.default:
             raise InvalidRequestError(
-                f"{_flag(field.name)} does nothing to beam search (beam_width "
+                f"{flag_name(field.name)} does nothing to beam search (beam_width "
                 f"{changes.get('beam_width', beams.beam_width)}): drop one of the two",
                 parameter=field.name,
             )
@@ -248,11 +249,7 @@ def check_beams(beams: BeamFlags, made: Iterable[SamplingParams | BeamSearchPara
         return
     for field in dataclasses.fields(beams):
         if getattr(beams, field.name) != field.default:
-            raise ConfigError(f"{_flag(field.name)} is for beam search: add --beam-width")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag_name(field.name)} is for beam search: add --beam-width")
 
 
 def _as_dict(flags: Any, kind: type) -> dict[str, Any]:

@@ -1,0 +1,137 @@
+"""Rates that systems sustain: tasks that find them, and rows and plots made of the results."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from octavo.config import KVPolicy
+from octavo.lab.config import SimConfig
+from octavo.lab.costs import StepCosts
+from octavo.lab.paper import reference
+from octavo.lab.paper.figure import Line, LinePlot, Row, Task
+from octavo.lab.paper.protocol import (
+    Crossing,
+    Curve,
+    Length,
+    Point,
+    measure,
+)
+from octavo.lab.paper.systems import (
+    TITLES,
+    Model,
+    paper_costs,
+    system_config,
+    trace_s,
+)
+from octavo.lab.paper.workloads import Source
+
+RATE = "req/s at 0.5 s/token"
+_RATE_AXIS = "request rate [req/s]"
+_LATENCY_AXIS = "normalised latency [s/token]"
+LONG = Length()
+SHORT = Length(max_s=600.0, min_s=200.0, num_requests=3000)
+"""Of requests with many sequences, and of very many requests."""
+DATASETS = {"sharegpt": "ShareGPT", "alpaca": "Alpaca"}
+_HOW = (
+    "Poisson arrivals of the artifact's recipe, output lengths as in the list, requests of the "
+    "first 60 s not counted, everything served to its end; mean over requests of latency over "
+    "output length. The rate at which it crosses 0.5 s/token is read off as from the paper's "
+    "figures: on the straight line between two of the rates that were measured there. A trace has "
+    "an hour as in the paper (175B: 15 minutes) but at high rates only {num:,} requests, and at "
+    "least {least:.0f} s"
+)
+
+
+def how(length: Length = LONG) -> str:
+    """How rates are found, for the report."""
+    return _HOW.format(num=length.num_requests, least=length.min_s)
+
+
+def sustained_rate(
+    source: Source,
+    config: SimConfig,
+    costs: StepCosts,
+    length: Length,
+    grid: Sequence[float],
+    guess: float,
+    first: Sequence[float] = (),
+    search: bool = False,
+) -> Crossing:
+    """The rate at which a system's normalised latency crosses the threshold: the paper's `grid`,
+    looked through from the `guess`. `first`: rates to measure anyway. `search`: find it more
+    closely than the grid tells."""
+
+    def latency_at(rate: float) -> Point:
+        return measure(source, rate, config, costs, length)
+
+    curve = Curve(latency_at)
+    for rate in first:
+        curve.at(rate)
+    found = curve.read_off(grid, guess)
+    return Crossing(found, curve.search() if search else None, curve.points)
+
+
+def search_task(
+    key: str,
+    source: Source,
+    policy: KVPolicy,
+    grid: Sequence[float],
+    guess: float,
+    *,
+    model: Model = "13b",
+    dataset: str = "alpaca",
+    first: Sequence[float] = (),
+    search: bool = False,
+    length: Length | None = None,
+    costs: StepCosts | None = None,
+    weight: float = 1.0,
+    **changes: Any,
+) -> Task:
+    """A task that finds a rate."""
+    config = system_config(policy, model, dataset, **changes)
+    run = partial(
+        sustained_rate,
+        source,
+        config,
+        costs or paper_costs(policy, model),
+        length or dataclasses.replace(LONG, max_s=trace_s(model)),
+        grid,
+        guess,
+        first or (grid[0] / 2,),
+        search,
+    )
+    return Task(key, run, weight * max(2.0, guess))
+
+
+def curve_line(name: str, found: Crossing, shown_s: float = 1.0) -> Line:
+    """What is worth drawing: a first point beyond the range shows where the curve goes."""
+    inside = [(p.rate, p.latency_s) for p in found.points if p.latency_s <= shown_s]
+    outside = [(p.rate, p.latency_s) for p in found.points if p.latency_s > shown_s]
+    return Line(name, [*inside, *outside[:1]])
+
+
+def rate_plot(title: str, lines: Sequence[Line]) -> LinePlot:
+    """Curves, up to twice the threshold."""
+    return LinePlot(title, lines, _RATE_AXIS, _LATENCY_AXIS, y_range=(0.0, 1.0))
+
+
+def ratio(over: float | None, under: float | None) -> float | None:
+    """None where one of them was not found."""
+    return over / under if over is not None and under else None
+
+
+def rate_rows(
+    figure: str,
+    series: str,
+    paper: Mapping[KVPolicy, float],
+    here: Mapping[KVPolicy, float | None],
+    tolerance: float = reference.RATE_SHARE,
+) -> Iterable[Row]:
+    """The rates of several systems. `tolerance`: share of the paper's."""
+    for policy, rate in paper.items():
+        yield reference.share(rate, tolerance).row(
+            figure, f"{series}, {TITLES[policy]}", RATE, here[policy]
+        )
