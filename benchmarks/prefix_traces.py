@@ -22,7 +22,6 @@ described. The last line is JSON. No model, no torch.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import time
 from collections import Counter, OrderedDict
@@ -33,6 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from octavo.kv import KVCacheManager, SeqDemand
+from octavo.lab import readers as lab_readers
 from octavo.util import cdiv
 
 VOCAB_SIZE = 49_152
@@ -99,22 +99,17 @@ class TokensOf:
 
 def read_trace(path: Path, scale: int, limit: int | None) -> tuple[int, list[Row]]:
     """Tokens in a block after scaling, and the requests."""
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        block_tokens = int(json.loads(next(lines))["header"]["block_tokens"])
-        if block_tokens % scale:
-            raise SystemExit(f"--scale {scale} does not divide block_tokens={block_tokens}")
-        block_tokens //= scale
-        rows = []
-        for line in lines:
-            if limit is not None and len(rows) == limit:
-                break
-            row = json.loads(line)
-            ids = row["hash_ids"]
-            num_input = max(1, row["input_tokens"] // scale)
-            # some traces name the whole blocks only; the rest is nobody else's then
-            num_known = min(len(ids), cdiv(num_input, block_tokens))
-            output = max(1, row["output_tokens"] // scale)
-            rows.append(Row(num_input, output, ids[:num_known]))
+    trace = lab_readers.read_trace(path, limit=limit)
+    if trace.block_tokens % scale or not trace.block_tokens:
+        raise SystemExit(f"--scale {scale} does not divide block_tokens={trace.block_tokens}")
+    block_tokens = trace.block_tokens // scale
+    rows = []
+    for request in trace.requests:
+        num_input = max(1, request.num_input // scale)
+        # some traces name the whole blocks only; the rest is nobody else's then
+        num_known = min(len(request.hash_ids), cdiv(num_input, block_tokens))
+        num_output = max(1, request.num_output // scale)
+        rows.append(Row(num_input, num_output, list(request.hash_ids[:num_known])))
     return block_tokens, rows
 
 

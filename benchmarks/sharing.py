@@ -144,12 +144,13 @@ def drawn(rows: list[Row], count: int, seed: int) -> list[Row]:
 
 
 def answer(plan: StepPlan) -> StepResult:
-    """A runner that samples token 1 everywhere."""
+    """A runner that samples a token of its own for each sequence: with the same one for all,
+    samples that are computed again after a preemption would share what they had drawn."""
     sampled = []
     for seq in plan.seqs:
         if seq.sample:
             for seq_id in (seq.seq_id, *plan.extra_draws.get(seq.seq_id, ())):
-                sampled.append(SeqResult(seq_id, 1, None))
+                sampled.append(SeqResult(seq_id, -1 - seq_id, None))
     return StepResult(plan.step_id, sampled)
 
 

@@ -105,7 +105,7 @@ def sharing() -> Figure:
             f"{num_physical} blocks for {one.num_logical} table entries: "
             f"{1 - num_physical / one.num_logical:.0%} saved"
         )
-    title = "Sharing: four samples of each prompt, and 48 tokens that all prompts begin with"
+    title = "Sharing: four samples a prompt, and 48 tokens that all begin with"
     return block_maps(maps, title=title, captions=captions)
 
 

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import json
+import random
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from octavo import LLM
-from octavo.bench.calibrate import Calibration, calibrate, engine_config, measure_round, waves
+from octavo.bench.calibrate import (
+    Calibration,
+    calibrate,
+    engine_config,
+    measure_round,
+    plan_of,
+    serve,
+    waves,
+)
 from octavo.bench.measured_steps import Counts, Times, counts_of, median_row, wave_rows
-from octavo.bench.step_grid import Probe, grid
+from octavo.bench.step_grid import Point, Probe, grid
 from octavo.cli.main import main
 from octavo.config import EngineConfig
 from octavo.errors import InvalidRequestError
 from octavo.lab.calibrated import CalibratedCosts
 from octavo.lab.costs import StepShape
-from octavo.plan import SeqPlan, StepPlan
+from octavo.lab.null_model import shape_of
+from octavo.plan import BlockCopy, CopyKind, SeqPlan, StepPlan
 
 Capture = pytest.CaptureFixture[str]
 
@@ -56,7 +68,8 @@ def test_a_row_is_the_median_over_rounds() -> None:
     row = median_row("decode", [Counts(num_decodes=3)], [times])
     assert (row.seconds, row.compute_s, row.num_decodes, row.num_rounds) == (2.0, 1.0, 3, 3)
     assert row.spread > 1
-    assert median_row("swap", [Counts()], [times], num_blocks=8).num_host_blocks == 8
+    for kind in ("to host", "from host"):
+        assert median_row(kind, [Counts()], [times], num_blocks=8).num_host_blocks == 8
     assert median_row("pool copy", [Counts()], [times], num_blocks=8).num_copied_blocks == 8
 
 
@@ -80,8 +93,9 @@ def test_served_steps_become_rows_of_a_kind() -> None:
     ]
     assert [row.jitter for row in wave_rows(held_up)] == [pytest.approx(88 / 78)] * 3
     assert wave_rows(held_up)[1].seconds == rows[1].seconds / 2
-    # a run that took other steps is not mixed with them
+    # a run that took other steps is not mixed with them, wherever it comes
     assert wave_rows([*runs, runs[0][1:]]) == rows
+    assert wave_rows([runs[0][1:], *runs]) == rows
 
 
 def test_the_grid_keeps_to_what_the_engine_can_do(tiny_model_path: Path) -> None:
@@ -116,10 +130,118 @@ def test_an_engine_that_was_measured_still_serves(tiny_model_path: Path) -> None
         assert llm.after_step is None
 
 
+@pytest.mark.parametrize("budget", [32, 2048])
+def test_every_prompt_that_is_served_is_counted(tiny_model_path: Path, budget: int) -> None:
+    """Whatever the token budget: the step that is dropped is that of a request of its own."""
+    options = config(tiny_model_path, max_num_batched_tokens=budget, max_num_seqs=32)
+    with LLM(config=engine_config(options)) as llm:
+        for every, prefix in ((0, 0), (3, 32)):
+            wave = waves(llm.config, 0)[0]._replace(
+                lengths=((20, 9), (40, 3), (7, 30)), every=every, prefix=prefix
+            )
+            steps = serve(llm, wave, random.Random(every))
+            assert llm.after_step is None
+            tokens = sum(c.num_prefill_tokens for c, _ in steps)
+            assert tokens == 20 + 40 + 7 + prefix  # the second has it too, the first does not
+            shares = [c.num_prompts for c, _ in steps if c.num_prompts]
+            assert sum(shares) >= 3
+            if budget == 2048:
+                assert shares == ([3] if every == 0 else [1, 1, 1])
+            outputs = sum(c.num_samples for c, _ in steps)
+            assert outputs == 9 + 3 + 30
+            assert all(t.seconds > t.compute_s > 0 for _, t in steps)
+
+
+def test_what_comes_belongs_to_the_step_behind_it(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(config=engine_config(config(tiny_model_path, max_num_batched_tokens=256))) as llm:
+        stream = llm.stream
+
+        def slow(*args: Any, **options: Any) -> Any:
+            time.sleep(0.02)
+            return stream(*args, **options)
+
+        monkeypatch.setattr(llm, "stream", slow)
+        wave = waves(llm.config, 0)[0]._replace(lengths=((20, 4),) * 3)
+        (counts, first), *others = serve(llm, wave, random.Random(0))
+        assert counts.num_prompts == 3
+        assert first.seconds - first.compute_s > 0.06
+        assert all(times.seconds - times.compute_s < 0.06 for _, times in others)
+
+
+def test_an_interrupted_measurement_leaves_the_engine_as_it_was(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(config=engine_config(config(tiny_model_path))) as llm:
+        probe = Probe(llm)
+        known = llm._engine.engine.core._execute.__self__.inputs.seqs  # type: ignore[union-attr]
+        llm.generate([[5]], use_tqdm=False)
+        before = set(known)
+        run, countdown = probe.run, 0
+
+        def interrupted(**parts: Any) -> Times:
+            nonlocal countdown
+            countdown -= 1
+            if countdown == 0:
+                raise KeyboardInterrupt
+            return run(**parts)
+
+        monkeypatch.setattr(probe, "run", interrupted)
+        for point in (Point("mixed", 3, 8, 6), Point("decode", 7, 8)):
+            for at in (1, 2, 3):
+                countdown = at
+                with pytest.raises(KeyboardInterrupt):
+                    point.measure(probe)
+                assert set(known) <= before
+        # and in the middle of a round: the cache forgets what was overwritten
+        seen: list[object] = []
+        llm.after_step = watch = lambda: seen.append(None)
+        prompt = [5, 6, 7] * 9
+        llm.generate([prompt], use_tqdm=False)
+        calls = 0
+
+        def tell(_: str) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 9:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            measure_round(llm, Calibration(), tell)
+        assert llm.after_step is watch
+        assert llm.generate([prompt], use_tqdm=False)[0].num_cached_tokens == 0
+
+
 def test_waves_fit_a_short_context(tiny_model_path: Path) -> None:
     found = waves(config(tiny_model_path, max_model_len=32), 0)
-    assert max(i + o for wave in found for i, o in wave.lengths) <= 32
-    assert max(len(wave.lengths) for wave in found[:-1]) <= 8
+    assert max(i + o + wave.prefix for wave in found for i, o in wave.lengths) <= 32
+    assert max(len(wave.lengths) for wave in found[:-2]) <= 8
+    assert found[-1].every and found[-1].prefix
+
+
+def test_how_long_it_will_be_is_said() -> None:
+    assert plan_of(10.0, 75.0, 7) == ("a round takes 10 s: everything is measured 6 times, in 60 s")
+    assert plan_of(10.0, 75.0, 3).endswith("measured 3 times, in 30 s")
+    assert plan_of(100.0, 5.0, 3).endswith("measured once, in 100 s")
+
+
+def test_a_shape_is_counted_as_the_simulator_counts_it() -> None:
+    """One rule in two rooms."""
+    plan = StepPlan(
+        0,
+        seqs=[
+            SeqPlan(1, 9, 1, (), None, True),
+            SeqPlan(2, 0, 4, (), None, True),
+            SeqPlan(3, 6, 1, (), None, False),
+            SeqPlan(4, 5, 7, (), None, False),
+        ],
+        extra_draws={2: (4, 5)},
+        copies=[BlockCopy(0, 1), BlockCopy(0, 1, CopyKind.TO_HOST)],
+    )
+    for own in (plan, StepPlan(1, seqs=plan.seqs[:1]), StepPlan(2, seqs=plan.seqs[2:])):
+        counts, shape = counts_of(own)._asdict(), shape_of(own)._asdict()
+        assert counts == {name: shape[name] for name in counts}
 
 
 def test_limits_that_leave_nothing_are_refused(tiny_model_path: Path) -> None:
@@ -150,7 +272,7 @@ def test_the_command_writes_what_the_lab_reads(
     assert values["constants"] == file["constants"]
     assert "rows" not in values
     assert {row["kind"] for row in file["rows"]} == {
-        "prefill", "decode", "mixed", "live", "pool copy", "swap",
+        "prefill", "decode", "mixed", "live", "pool copy", "to host", "from host",
     }  # fmt: skip
     assert all(row["seconds"] > 0 for row in file["rows"])
     # a round is 2 steps of a point

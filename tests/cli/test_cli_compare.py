@@ -80,6 +80,11 @@ def test_plots_lie_in_the_folder(capsys: pytest.CaptureFixture[str], tmp_path: P
         (["--warm-up", "-1"], "--warm-up must be at least 0"),
         (["--trace", "no-such-file.csv"], "no-such-file.csv"),
         (["--model", "opt-13c"], "opt-13c"),
+        (["--policies", "orca-max", "--num-host-blocks", "9"], "is for the policy paged"),
+        (["--preemption-mode", "swap"], "needs --num-host-blocks"),
+        (["--priorities", "0", "1"], "--priorities needs --scheduling-policy priority"),
+        (["--arrival", "trace"], "as by --rates or"),
+        (["--plots", "/dev/null/plots"], "--plots /dev/null/plots: Not a directory"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
@@ -88,6 +93,63 @@ def test_what_makes_no_sense_is_refused(
     status, out, err = run(capsys, *words)
     assert (status, out) == (2, "")
     assert message in err and len(err.splitlines()) == 1
+
+
+def test_simulate_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    """One run, two commands: but for what the machine took, all figures are equal."""
+    for policy in ("paged", "orca-pow2", "contiguous"):
+        for own, others in (
+            (["--rates", "2"], ["--rate", "2"]),
+            (["--concurrency", "5"], ["--concurrency", "5"]),
+            ([], []),
+        ):
+            main([*BASE, "--policies", policy, "--json", *own])
+            compared = json.loads(capsys.readouterr().out.splitlines()[-1])
+            main(["lab", "simulate", *BASE[2:], "--kv-policy", policy, "--json", *others])
+            simulated = json.loads(capsys.readouterr().out.splitlines()[-1])
+            (figures,) = compared["runs"]
+            for name in figures.keys() - {"policy", "rate", "max_running", "wall_s"}:
+                assert simulated[name] == figures[name], (policy, name)
+            assert simulated["workload"] == compared["workload"]
+            for name, value in compared["config"].items():
+                assert simulated["config"][name] == value
+
+
+def test_what_only_one_of_them_refused_makes_no_ratio(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = ["input_tokens,output_tokens", *["20,30"] * 5, "300,100"]
+    trace.write_text("\n".join(rows))
+    words = ["lab", "compare", "--num-blocks", "28", "--trace", str(trace), "--max-model-len"]
+    assert main([*words, "512", "--policies", "paged", "orca-oracle"]) == 0
+    out = capsys.readouterr().out
+    assert "orca-oracle: 1 of 6 requests can never fit" in out
+    assert "orca-oracle     no ratio: they did not serve the same requests" in out
+    assert "x the tokens/s" not in out
+
+
+def test_what_was_computed_is_told_though_it_cannot_be_drawn(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    from octavo.errors import ConfigError
+    from octavo.lab import plots_compare
+
+    def fail(*_: object) -> None:
+        raise ConfigError("cannot write the plot")
+
+    monkeypatch.setattr(plots_compare, "draw", fail)
+    status, out, err = run(capsys, "--policies", "paged", "--json", "--plots", str(tmp_path))
+    assert status == 2 and "cannot write the plot" in err
+    assert json.loads(out.splitlines()[-1])["runs"][0]["policy"] == "paged"
+
+
+def test_shared_prefixes_and_savings_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--enable-prefix-caching", "--shared-prefix-tokens", "160", "--n", "2"]
+    _, out, _ = run(capsys, "--policies", "paged", "orca-max", *words)
+    (line,) = (line for line in out.splitlines() if line.startswith("paged: "))
+    assert "of the prompt tokens found in the cache, sharing saves" in line
 
 
 def test_a_missing_matplotlib_is_told_before_the_work(

@@ -34,7 +34,7 @@ def test_an_answer_for_both(capsys: pytest.CaptureFixture[str]) -> None:
     assert values["num_gpus"] == values["num_replicas"] == values["tensor_parallel_size"] == 1
     assert values["rate"] == pytest.approx(5.0)
     assert values["slo"] == {"ttft_s": 0.5, "tpot_s": 0.05, "percentile": 95.0}
-    assert values["service"]["ok"] and values["service"]["tpot"]["at"] < 0.05
+    assert values["service"]["ok"] and values["service"]["tpot_at"] < 0.05
     assert sum(values["memory"].values()) == pytest.approx(1.0)
     assert text.splitlines()[0].startswith("llama-3.1-8b on h200: sharegpt (synthetic)")
     for words in ("answer: 1 GPU", "131,072 B a token", "Little's law", "limit: ", "p95"):

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from octavo import __version__
 from octavo.cli.main import main
 from octavo.lab.lengths import draw_lengths
 
@@ -48,7 +49,11 @@ def test_figures_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("ttft_s", "tpot_s", "e2e_s", "normalized_s"):
         values = found[name]
         assert 0 < values["p50"] <= values["p95"] <= values["p99"] <= values["max"]
-    assert found["config"]["num_blocks"] == 200 and found["costs"] == "fixed"
+    assert found["config"]["num_blocks"] == 200
+    assert found["costs"] == "fixed: 40 ms a step and 0.2 ms a token"
+    assert (found["arrival"], found["rate"], found["seed"]) == ("poisson", 0.5, 0)
+    assert found["version"] == __version__ and found["trace"] == "sharegpt"
+    assert found["draining_s"] < found["simulated_s"]
     assert found["workload"] == "sharegpt (synthetic): 40 requests by Poisson, 0.5 a second"
 
 
@@ -116,7 +121,7 @@ def test_the_pool_by_model_and_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     more = told(capsys, *machine, "--gpu-memory", "80GiB")
     assert more["config"]["num_blocks"] > 3 * found["config"]["num_blocks"]
     alone = told(capsys, "--model", "opt-13b", "--gpu-memory", "40GiB", "--num-requests", "5")
-    assert alone["costs"] == "fixed"
+    assert alone["costs"].startswith("fixed")
     assert alone["config"]["num_blocks"] == pytest.approx(found["config"]["num_blocks"], rel=0.05)
 
 
@@ -172,7 +177,19 @@ def test_samples_share_their_prompt(capsys: pytest.CaptureFixture[str]) -> None:
         ((*POOL, "--router", "least-loaded"), "--router needs --num-replicas"),
         ((*POOL, "--gpu-memory", "1GB"), "--gpu-memory has no effect here"),
         ((*POOL, "--software", "2023"), "--software 2023 has no effect here"),
-        ((*POOL, "--costs", "h2000"), "--model is missing"),
+        ((*POOL, "--costs", "h2000"), "unknown GPU 'h2000'"),
+        ((*POOL, "--gpu", "foo"), "unknown GPU 'foo'"),
+        ((*POOL, "--costs", "h200"), "--model is missing"),
+        ((*POOL, "--costs", "fixed:1"), "write fixed:STEP,TOKEN"),
+        ((*POOL, "--costs", "fixed:0,0"), "not both 0"),
+        ((*POOL, "--max-watermark", "3"), "--max-watermark must be at least 0 and below 1"),
+        ((*POOL, "--max-watermark", "nan"), "--max-watermark must be at least 0 and below 1"),
+        ((*POOL, "--seed", "-1"), "--seed must be from 0"),
+        ((*POOL, "--length-scale", "1e9"), "--length-scale 1e+09 makes"),
+        (("--num-blocks", "99999999999"), "--num-blocks must be at most 10,000,000"),
+        ((*POOL, "--trace", ""), "--trace is empty"),
+        ((*POOL, "--trace-format", "csv"), "--trace sharegpt is no file"),
+        ((*POOL, "--tensor-parallel-size", "2"), "--tensor-parallel-size has no effect without"),
         ((*POOL, "--costs", "nothing.json"), "nothing.json"),
         ((*POOL, "--model", "opt-13c"), "did you mean opt-13b"),
         (("--model", "opt-13b", "--gpu", "h20"), "unknown GPU 'h20'"),
@@ -182,7 +199,10 @@ def test_samples_share_their_prompt(capsys: pytest.CaptureFixture[str]) -> None:
         ((*POOL, "--warm-up", "-1"), "--warm-up must be at least 0"),
         ((*POOL, "--priorities", "0", "1"), "--priorities needs --scheduling-policy priority"),
         ((*POOL, "--preemption-mode", "swap"), "needs --num-host-blocks"),
-        ((*POOL, "--kv-policy", "orca-max", "--num-host-blocks", "5"), "is for --kv-policy paged"),
+        (
+            (*POOL, "--kv-policy", "orca-max", "--num-host-blocks", "5"),
+            "is for the policy paged, not orca-max",
+        ),
         ((*POOL, "--tensor-parallel-size", "0"), "--tensor-parallel-size must be at least 1"),
         ((*POOL, "--tokenizer", "/nowhere"), "no tokenizer.json there"),
     ],
@@ -201,6 +221,30 @@ def test_requests_that_never_fit_are_told(
     assert run(*POOL, "--trace", str(path)) == 0
     out = capsys.readouterr().out
     assert "1 of 2 requests ended" in out and "\nrefused " in out
+    assert run(*POOL, "--trace", str(path), "--max-model-len", "9000") == 0
+    out = capsys.readouterr().out
+    assert "or raise --num-blocks (or --gpu-memory)" in out, "a flag that is here"
+
+
+def test_the_watermark_may_not_rise_at_all(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = (*POOL, "--num-requests", "60", "--rate", "5")
+    free = told(capsys, *argv, "--max-watermark", "0", "--watermark", "0")
+    kept = told(capsys, *argv, "--max-watermark", "0.5", "--watermark", "0")
+    assert free["num_preemptions"] > kept["num_preemptions"] > 0
+
+
+def test_fixed_costs_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = (*POOL, "--num-requests", "4", "--concurrency", "1")
+    slow = told(capsys, *argv, "--costs", "fixed:0.1,0")
+    assert slow["costs"] == "fixed: 100 ms a step and 0 ms a token"
+    assert slow["simulated_s"] == pytest.approx(0.1 * slow["num_steps"])
+
+
+def test_the_rest_after_the_last_arrival_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*POOL, "--num-requests", "20", "--rate", "5") == 0
+    assert "\nof it draining " in capsys.readouterr().out
+    assert run(*POOL, "--num-requests", "20") == 0
+    assert "draining" not in capsys.readouterr().out, "where all come at once"
 
 
 def test_every_flag_is_explained(capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,7 +127,37 @@ def test_a_workload_chooses_its_process_by_what_is_given() -> None:
     paper = make_workload(lengths, arrival="paper", rate=2.0, duration=60.0)
     assert list(paper.requests) == arrivals.paper_trace(lengths.requests, 2.0, 60.0)
     assert (poisson.num_requests, closed.num_requests, paper.num_requests) == (3, 50, None)
-    assert (poisson.span_s, closed.span_s, paper.span_s) == (1.0, None, 60.0)
+    assert [one.arrival for one in (poisson, closed, burst)] == ["poisson", "closed", "gamma"]
+
+
+def test_a_workload_says_what_comes_how() -> None:
+    lengths, trace = built_in_trace("alpaca", 50), timed(0.5, 2.0, 9.0)
+    assert make_workload(trace).about.endswith(
+        "3 requests at its own times in 9.0 s, 0.333 a second"
+    )
+    halved = make_workload(trace, time_scale=2.0).about
+    assert halved.endswith("3 requests at its own times x 2 in 18.0 s, 0.167 a second")
+    cut = make_workload(lengths, rate=2.0, num_requests=50, duration=5.0).about
+    assert cut.endswith("of 50 requests by Poisson, 2 a second, those of the first 5 s")
+    assert make_workload(lengths, rate=2.0, duration=5.0).about.endswith("2 a second, for 5 s")
+    closed = make_workload(lengths, concurrency=4).about
+    assert closed.endswith("50 requests in a closed loop of 4")
+    long = [TraceRequest(num_input=1000, num_output=1048), TraceRequest(num_input=9, num_output=9)]
+    paper = make_workload(
+        Trace(name="long", requests=long), arrival="paper", rate=1.0, duration=30.0
+    )
+    assert "(without 1 of 2,048 tokens or more)" in paper.about
+    assert {r.num_tokens for r in paper.requests} == {18}
+
+
+def test_each_round_of_a_trace_has_its_own_hash_ids() -> None:
+    requests = [
+        TraceRequest(num_input=16, num_output=1, hash_ids=ids) for ids in ((0, 1), (0, 2), ())
+    ]
+    rounds = list(arrivals.repeat(requests, 8))
+    assert [r.hash_ids for r in rounds] == [
+        (0, 1), (0, 2), (), (3, 4), (3, 5), (), (6, 7), (6, 8),
+    ]  # fmt: skip
 
 
 def test_a_workload_repeats_a_short_trace() -> None:
@@ -189,7 +219,17 @@ def test_load_trace_takes_names_and_files(tmp_path: Path) -> None:
     assert len(load_trace("alpaca", limit=60_000).requests) == 52_000  # to be repeated
     short = load_trace("sharegpt", limit=300, max_tokens=500)
     assert max(r.num_tokens for r in short.requests) <= 500
-    assert len(short.requests) + short.num_skipped == 300
+    assert len(short.requests) == 300 and short.num_skipped > 50, "so many are left"
+    full = built_in_trace("sharegpt").requests[: 300 + short.num_skipped]
+    assert list(short.requests) == [r for r in full if r.num_tokens <= 500]
+    for option in ({"format": "csv"}, {"skip_bad_lines": True}, {"tokenize": len}):
+        with pytest.raises(ConfigError, match="--trace sharegpt is no file"):
+            load_trace("sharegpt", **option)  # type: ignore[arg-type]
+    for seed in (-1, 2**32):
+        with pytest.raises(ConfigError, match="--seed must be from 0 to 4294967295"):
+            load_trace("sharegpt", seed=seed)
+    with pytest.raises(TraceError, match="--trace is empty"):
+        load_trace("")
     path = tmp_path / "x.csv"
     path.write_text("input_tokens,output_tokens\n7,9\n80,2\n")
     assert load_trace(path, limit=1).mean_input == 7
@@ -209,3 +249,5 @@ def test_lengths_are_scaled_with_their_blocks(tmp_path: Path) -> None:
     assert (trace.block_tokens, request.num_input, request.num_output) == (64, 129, 1)
     with pytest.raises(ConfigError, match=r"hash ids of 51\.2 tokens"):
         load_trace(path, length_scale=0.1)
+    with pytest.raises(ConfigError, match="--length-scale 1e\\+07 makes 10,300,000,000 tokens"):
+        load_trace(path, length_scale=1e7)

@@ -127,11 +127,17 @@ def test_the_picture_shows_what_the_map_says() -> None:
     assert caption_of(maps[0]).startswith("orca-max: 4 sequences run, ")
 
 
-def test_what_docs_memory_says_of_its_pictures() -> None:
+def make_pictures() -> Any:
+    """docs/make_pictures.py as a module."""
     spec = importlib.util.spec_from_file_location("make_pictures", DOCS / "make_pictures.py")
     assert spec is not None and spec.loader is not None
     pictures = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(pictures)
+    return pictures
+
+
+def test_what_docs_memory_says_of_its_pictures() -> None:
+    pictures = make_pictures()
     page = " ".join((DOCS / "memory.md").read_text("utf-8").split())
 
     pieces = pictures.small_pool("orca-oracle", 28)
@@ -146,6 +152,19 @@ def test_what_docs_memory_says_of_its_pictures() -> None:
     ended = sorted({block.owners[0] for block in batch.blocks if block.is_ended})
     assert f"sequences {ended[0]}, {ended[1]} and {ended[2]} have ended" in page
     assert f"while {batch.num_waiting} requests wait" in page
+
+
+def test_what_is_lost_looks_as_it_is_lost() -> None:
+    pytest.importorskip("matplotlib")
+    pictures = make_pictures()
+
+    def legend(figure: Any) -> set[str]:
+        return {text.get_text() for text in figure.legends[0].get_texts()}
+
+    assert "internal: of ended members of a batch" in legend(pictures.internal())
+    lost = {"external: more than was asked for", "external: free, in pieces too small"}
+    assert legend(pictures.external()) > lost
+    assert legend(pictures.reserved()) & lost == {"external: more than was asked for"}
 
 
 def rgb(colour: str) -> tuple[float, ...]:

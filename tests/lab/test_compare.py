@@ -51,7 +51,10 @@ def test_every_policy_runs_at_every_rate_and_loses_nothing(found: Comparison) ->
     for run in found.runs:
         assert run.summary.num_finished == run.summary.num_requests == 120
         assert sum(run.summary.memory.values()) == pytest.approx(1)
-        assert run.max_held >= run.summary.mean_held
+        assert run.max_running >= run.summary.mean_running > 0
+        is_padded = run.policy == "contiguous"
+        assert (run.summary.mean_held > run.summary.mean_running + 0.1) == is_padded
+        assert (run.summary.tpot_s is None) == is_padded
 
 
 def test_under_load_the_order_is_the_papers(found: Comparison) -> None:
@@ -60,7 +63,7 @@ def test_under_load_the_order_is_the_papers(found: Comparison) -> None:
     assert tokens[0] > 0.75 and tokens == sorted(tokens, reverse=True)
     served = [run.summary.output_tokens_per_s for run in last]
     assert served == sorted(served, reverse=True) and served[0] > 2 * served[3]
-    held = {run.policy: run.summary.mean_held for run in last}
+    held = {run.policy: run.summary.mean_running for run in last}
     assert held["orca-max"] == pytest.approx(7, abs=0.1), "15,728 slots / 2,048"
     assert held["paged"] > 3.5 * held["orca-max"]
 
@@ -132,7 +135,7 @@ def test_costs_and_limits_are_those_of_the_policy() -> None:
 
     found = compare(sharegpt(20), config, costs_of, policies=("paged", "contiguous"))
     assert set(asked) == {"paged", "contiguous"}
-    assert found.runs[1].max_held <= 5
+    assert found.runs[1].max_running <= 5
 
 
 def test_what_never_fits_is_told() -> None:
@@ -176,13 +179,13 @@ def test_rates_are_read_off_at_a_latency() -> None:
     assert rate_at_latency([], 0.5) is None
 
 
-def sample(time_s: float, num_waiting: int, tokens: int) -> PoolSample:
-    return PoolSample(time_s, 1, num_waiting, tokens, 0, 0, 0, 0, 100 - tokens, 0, tokens)
+def sample(time_s: float, tokens: int, lasts_s: float) -> PoolSample:
+    return PoolSample(time_s, 1, 0, tokens, 0, 0, 0, 0, 100 - tokens, 0, tokens, 1, lasts_s)
 
 
-def result(samples: list[PoolSample]) -> SimResult:
+def result(samples: list[PoolSample], times: RequestTimes | None = None) -> SimResult:
     return SimResult(
-        num_requests=1, num_refused=0, refusals=(), times=RequestTimes(), samples=samples,
+        num_requests=1, num_refused=0, refusals=(), times=times or RequestTimes(), samples=samples,
         end_s=9.0, num_steps=1, busy_s=9.0, mean_seqs=1.0, num_preemptions=0,
         num_tokens_computed=1, num_input_tokens=1, num_output_tokens=1, num_cached_tokens=0,
         num_prompt_tokens=1, wall_s=0.0,
@@ -190,13 +193,29 @@ def result(samples: list[PoolSample]) -> SimResult:
 
 
 def test_the_window_leaves_out_filling_and_draining() -> None:
-    run = result([sample(t, int(t < 6), 10 * t) for t in range(10)])
+    times = RequestTimes()
+    for end_s, num_output in ((4.0, 30), (1.0, 20), (3.0, 30), (9.0, 20)):
+        times.arrival_s.append(0.0)
+        times.finished_s.append(end_s)
+        times.num_input.append(0)
+        times.num_output.append(num_output)
+    run = result([], times)
     assert window_of(run, [0.0, 4.0, 900.0]) == Window(start_s=300.0, end_s=900.0)
-    waited = window_of(run, [None, None])
-    assert waited == Window(start_s=5 / 3, end_s=5.0), "as long as any waited"
-    assert pool_means(run.samples, waited)["tokens"] == pytest.approx(35), "of 20, 30, 40, 50"
-    assert pool_means(run.samples, Window(start_s=100, end_s=200))["tokens"] == pytest.approx(45)
-    assert pool_means([], waited)["tokens"] == 0
+    at_once = window_of(run, [0.0, 0.0])
+    assert at_once == Window(start_s=3.0, end_s=4.0), "of 20, 50, 80 and 100 tokens"
+    assert window_of(result([]), [None, None]) == Window(start_s=0.0, end_s=9.0)
+
+
+def test_samples_weigh_what_they_last() -> None:
+    uneven = [sample(0.0, 10, 1.0), sample(1.0, 20, 3.0), sample(4.0, 90, 6.0)]
+
+    def tokens(start_s: float, end_s: float) -> float:
+        return pool_means(uneven, Window(start_s=start_s, end_s=end_s))["tokens"]
+
+    assert tokens(0.0, 10.0) == pytest.approx((10 + 60 + 540) / 10)
+    assert tokens(3.0, 5.0) == pytest.approx((20 + 90) / 2)
+    assert tokens(100.0, 200.0) == pytest.approx(61), "outside: all of it"
+    assert pool_means([], Window(start_s=0, end_s=1))["tokens"] == 0
 
 
 def test_pictures_are_drawn_of_every_kind(found: Comparison, tmp_path: Path) -> None:
@@ -210,6 +229,11 @@ def test_pictures_are_drawn_of_every_kind(found: Comparison, tmp_path: Path) -> 
     assert heights == pytest.approx(shares)
     lines = drawn["latency"].axes[0].get_lines()[:5]
     assert [list(line.get_xdata()) for line in lines] == [[0.2, 4.0]] * 5
+    cut_s = drawn["batch"].axes[0].get_lines()[-1].get_xdata()[-1]
+    lasted_s = max(run.summary.simulated_s for run in found.at_last_rate())
+    assert cut_s < 2 * 120 / 4.0 < lasted_s
+    remark = f"cut here, the last run ended at {lasted_s:,.0f} s"
+    assert remark in drawn["batch"].axes[0].get_xlabel()
     spread = drawn["tpot"].axes[0]
     assert len(spread.get_lines()) == 4 and "contiguous: all come at once" in spread.get_xlabel()
     paths = draw(found, tmp_path)

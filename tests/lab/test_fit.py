@@ -15,6 +15,7 @@ from octavo.errors import ConfigError
 from octavo.lab.calibrated import CalibratedCosts, calibration, residuals
 from octavo.lab.costs import StepShape
 from octavo.lab.fit import Constants, as_constants, as_dict, fit, nonnegative
+from octavo.lab.shapes import find_shape
 
 TRUE = Constants(
     base_s=5e-3,
@@ -27,10 +28,14 @@ TRUE = Constants(
     host_step_s=3e-4,
     host_seq_s=1e-5,
     host_prompt_s=1e-4,
+    host_token_s=3e-6,
     pool_copy_s=4e-5,
     host_copy_s=8e-5,
     jitter=1.02,
 )
+
+
+COPIES = ("pool copy", "to host", "from host")
 
 
 def shapes() -> list[tuple[str, StepShape]]:
@@ -54,7 +59,8 @@ def shapes() -> list[tuple[str, StepShape]]:
         found.append(("live", step))
     for count in (1, 8, 64):
         found.append(("pool copy", StepShape(0, 0, 0, 0, 0, num_copied_blocks=count)))
-        found.append(("swap", StepShape(0, 0, 0, 0, 0, num_host_blocks=count)))
+        for way in COPIES[1:]:
+            found.append((way, StepShape(0, 0, 0, 0, 0, num_host_blocks=count)))
     return found
 
 
@@ -68,16 +74,17 @@ def rows(noise: float = 0.0) -> list[dict[str, Any]]:
         seconds = (costs.step_s(shape) - copies) / TRUE.jitter + copies
         seconds *= 1 + noise * rng.uniform(-1, 1)
         host = TRUE.host_step_s + TRUE.host_prompt_s * shape.num_prompts
+        host += TRUE.host_token_s * shape.num_prefill_tokens
         host += TRUE.host_seq_s * (shape.num_decodes + shape.num_prompts)
-        if kind in ("pool copy", "swap"):
+        if kind in COPIES:
             seconds -= TRUE.host_step_s
         made.append(
             dict(
                 kind=kind,
                 **shape._asdict(),
                 seconds=seconds,
-                compute_s=0.0 if kind in ("pool copy", "swap") else seconds - host,
-                copy_s=seconds if kind == "swap" else 0.0,
+                compute_s=0.0 if kind in COPIES else seconds - host,
+                copy_s=seconds if kind in COPIES[1:] else 0.0,
                 num_steps=1,
                 num_rounds=3,
                 spread=noise,
@@ -110,6 +117,7 @@ def test_what_made_the_rows_is_found_again() -> None:
     assert found.prefill_context_s == pytest.approx(3e-8, rel=1e-3)
     assert found.host_seq_s == pytest.approx(1e-5, rel=1e-3)
     assert found.host_prompt_s == pytest.approx(1e-4, rel=1e-3)
+    assert found.host_token_s == pytest.approx(3e-6, rel=1e-3)
     assert (found.pool_copy_s, found.host_copy_s) == pytest.approx((4e-5, 8e-5))
     # not among the rows
     between = StepShape(300, 60_000, 50, 30_000, 53, num_prompts=3, num_host_blocks=5)
@@ -184,6 +192,16 @@ def test_files_that_are_no_calibrations(tmp_path: Path) -> None:
         "damaged .ValueError": json.dumps(file(constants=constants | {"base_s": -1})),
         "damaged .ValueError.*nan": json.dumps(file(constants=constants | {"prompt_s": "nan"})),
         "damaged .TypeError": json.dumps(file(constants=constants | {"tokens": [1, 2]})),
+        "tokens must begin at 0": json.dumps(file(constants=constants | {"tokens": [[5, 0.1]]})),
+        "samples must begin at 0 and rise": json.dumps(
+            file(constants=constants | {"samples": [[0, 1e-3], [8, 1.0], [4, 1e-3]]})
+        ),
+        "jitter must be above 0": json.dumps(file(constants=constants | {"jitter": 0})),
+        "block_size must be a number of tokens, at least 1, got 0": json.dumps(file(block_size=0)),
+        "at least 1, got 'x'": json.dumps(file(block_size="x")),
+        "at least 1, got True": json.dumps(file(block_size=True)),
+        "True is no cost": json.dumps(file(constants=constants | {"base_s": True})),
+        "is not JSON": "[" * 100_000,
         "damaged .AttributeError": json.dumps(file(machine=None)),
     }
     for why, text in wrong.items():
@@ -193,6 +211,29 @@ def test_files_that_are_no_calibrations(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not text"):
         CalibratedCosts.load(path)
+
+
+def test_copies_to_the_host_and_back_are_two_kinds() -> None:
+    """Each its own median; a block goes both ways."""
+    twice = [{**r, "copy_s": 3 * r["copy_s"]} if r["kind"] == "to host" else r for r in rows()]
+    assert fit(twice).host_copy_s == pytest.approx((3 * 8e-5 + 8e-5) / 2)
+
+
+def test_a_calibration_is_of_its_model() -> None:
+    costs = CalibratedCosts.of(file(block_bytes=16 * 23_040))
+    costs.check_model(find_shape("smollm2-135m"))
+    with pytest.raises(ConfigError, match=r"23,040 B of KV; those of smollm2-360m take 40,960 B"):
+        costs.check_model(find_shape("smollm2-360m"))
+    CalibratedCosts.of(file()).check_model(find_shape("smollm2-360m"))  # it does not tell
+
+
+def test_prompts_that_were_never_served_are_no_free_ones() -> None:
+    for name, what in (("num_prompts", "prompts"), ("num_decodes", "decodes")):
+        others = [row for row in rows() if row["kind"] != "live" or not row[name]]
+        if name == "num_decodes":
+            others += [{**row, name: 0} for row in rows() if row["kind"] == "live"]
+        with pytest.raises(ConfigError, match=f"no step that was served has {what} in it"):
+            fit(others)
 
 
 def test_too_few_rows_are_refused() -> None:

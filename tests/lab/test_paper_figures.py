@@ -17,11 +17,20 @@ from octavo.lab.paper.blocks import (
     latency_at_block_size,
     preemption_ms,
 )
+from octavo.lab.paper.figure import LinePlot
 from octavo.lab.paper.grids import FIG12_GRIDS
 from octavo.lab.paper.pool import SYSTEMS, pool_of
-from octavo.lab.paper.protocol import Length, PoolMeans
+from octavo.lab.paper.protocol import Crossing, Length, Point, PoolMeans
 from octavo.lab.paper.rates import sustained_rate
-from octavo.lab.paper.reference import BLOCK_SIZES, FIG2, FIG13, FIG15, KINDS, Expected
+from octavo.lab.paper.reference import (
+    BLOCK_SIZES,
+    FIG2,
+    FIG12_FIRST,
+    FIG13,
+    FIG15,
+    KINDS,
+    Expected,
+)
 from octavo.lab.paper.runner import all_figures
 from octavo.lab.paper.systems import num_slots, paper_costs, system_config
 from octavo.lab.paper.workloads import Plain, Workloads, find_workloads
@@ -46,6 +55,10 @@ def overloaded(workloads: Workloads) -> Mapping[KVPolicy, PoolMeans]:
     return {p: pool_of(source, 4.0, p, settle_s=80) for p in SYSTEMS}
 
 
+def is_real(workloads: Workloads) -> bool:
+    return "synthetic:" not in workloads.sharegpt.source
+
+
 def _agrees(expected: Expected, here: float | None) -> bool:
     row = expected.row("", "", "", here)
     assert row.within is not None, "nothing is claimed"
@@ -66,25 +79,43 @@ def test_batches_are_those_of_fig_13(
     here = {policy: overloaded[policy].num_running for policy in SYSTEMS[:3]}
     for policy in SYSTEMS[:3]:
         assert _agrees(FIG13["sharegpt"][policy], here[policy]), f"{policy}: {here[policy]}"
-    # paged is at the edge of overload, where the order of the lengths decides
+    # paged is at the edge of overload, where the order of the lengths decides: it is the paper's
+    # with the artifact's list and seed alone, else the pool is full
     paged = pool_of(Plain(workloads.sharegpt), 2.0, "paged", 300, 900).num_running
-    assert paged == pytest.approx(FIG13["sharegpt"]["paged"].paper, rel=0.12)
+    expected = FIG13["sharegpt"]["paged"]
+    if is_real(workloads):
+        assert _agrees(expected, paged), paged
+    else:
+        assert paged == pytest.approx(expected.paper, rel=0.12)
+    for policy, least in (("orca-oracle", 2.0), ("orca-max", 4.0)):  # 2.2x and 4.3x there
+        assert paged > least * here[policy]
 
 
 @pytest.mark.parametrize("policy", SYSTEMS)
 def test_batches_of_alpaca_are_those_of_fig_13(workloads: Workloads, policy: KVPolicy) -> None:
-    here = pool_of(Plain(workloads.alpaca), 30.0, policy, 60, 180).num_running
+    here = pool_of(Plain(workloads.alpaca), 30.0, policy, 60, 160).num_running
     assert _agrees(FIG13["alpaca"][policy], here), here
 
 
-@pytest.mark.parametrize("kind,width", FIG15)
-def test_sharing_saves_what_it_saves_in_fig_15(workloads: Workloads, kind: str, width: int) -> None:
-    is_beam = kind == "beam"
-    source = Plain(workloads.alpaca, 1 if is_beam else width, width if is_beam else 0)
-    here = pool_of(source, 20.0, "paged", 20, 40).saved
-    # a short time, early on: samples save a little less while many are young
-    expected = FIG15[kind, width].paper
-    assert here == pytest.approx(expected, abs=5.0 if is_beam else 0.35 * expected)
+@pytest.mark.parametrize("width", [2, 4, 6])
+def test_samples_save_what_their_lengths_say(workloads: Workloads, width: int) -> None:
+    """Whole blocks of the prompt, for as long as there are samples."""
+    requests = Plain(workloads.alpaca, n=width).requests(20.0, 200.0)
+    shared = sum((width - 1) * (r.num_input // 16) * r.num_output for r in requests)
+    logical = width * sum(
+        -(-(r.num_input + num) // 16) for r in requests for num in range(1, r.num_output + 1)
+    )
+    by_hand = 100 * shared / logical
+    here = pool_of(Plain(workloads.alpaca, n=width), 20.0, "paged", 10, 50).saved
+    assert here == pytest.approx(by_hand, rel=0.3)  # so short a time has few requests
+    # the lists are drawn from what the paper prints of its own, see the figure's `why`
+    assert by_hand == pytest.approx(FIG15["parallel", width].paper, abs=2.2)
+
+
+@pytest.mark.parametrize("width", [2, 4, 6])
+def test_beams_save_what_they_save_in_fig_15(workloads: Workloads, width: int) -> None:
+    here = pool_of(Plain(workloads.alpaca, beam_width=width), 20.0, "paged", 15, 30).saved
+    assert _agrees(FIG15["beam", width], here), here
 
 
 def test_ratios_of_rates_are_those_of_fig_12(workloads: Workloads) -> None:
@@ -157,21 +188,41 @@ def test_steps_take_what_fig_1_has() -> None:
         assert batch / step_s == pytest.approx(tokens_s, rel=0.1)
 
 
-def test_every_figure_says_how_and_why() -> None:
-    """Of what was measured, and of what differs; `collect` is given made-up results."""
+def _made_up(key: str) -> object:
+    """A result of a task."""
+    if key.startswith(("2/", "13/", "15/")):
+        return PoolMeans(25, 25, 25, 25, 7, 9.0)
+    if key.startswith(("19a/", "blocks/")):
+        return 50.0 if "swap" in key else 40.0
+    rates = {rate for points in FIG12_FIRST.values() for rate in points}
+    return Crossing(3.0, None, tuple(Point(rate, 0.1 * rate, 9, True) for rate in sorted(rates)))
+
+
+@pytest.mark.parametrize("name", all_figures())
+def test_every_figure_says_how_and_why(name: str) -> None:
+    """Of what was measured, and of what differs."""
+    figure = all_figures()[name]
+    tasks = figure.tasks(find_workloads(None).first(10))
+    result = figure.collect({task.key: _made_up(task.key) for task in tasks})
+    assert result.name == name and result.protocol and result.why
+    assert {row.figure for row in result.rows} == {name}
+    assert len({(row.series, row.quantity) for row in result.rows}) == len(result.rows)
+    assert any(row.tolerance is not None for row in result.rows)
+    for plot in result.plots:
+        if isinstance(plot, LinePlot):  # the paper's points stand beside ours
+            names = [line.name for line in plot.lines if line.is_paper]
+            assert names and set(names) == {line.name for line in plot.lines}
+
+
+def test_rows_compare_the_results_with_the_paper() -> None:
     figures = all_figures()
-    two = figures["2"].collect({f"2/{p}": PoolMeans(25, 25, 25, 25, 7, 0) for p in SYSTEMS})
-    assert len(two.rows) == 16 and two.protocol and two.why
     fifteen = figures["15"].collect(
-        {f"15/{kind}/{width}": PoolMeans(0, 0, 0, 0, 0, 9.0) for kind, width in FIG15}
+        {f"15/{kind}/{width}": _made_up("15/") for kind, width in FIG15}
     )
     assert [row.within for row in fifteen.rows] == [False, True, True, False, False, False]
-    nineteen = figures["19"].collect(
-        {f"19a/{mode}/{size}": ms for mode, ms in (("recompute", 40.0), ("swap", 50.0))
-         for size in BLOCK_SIZES}
-        | {f"blocks/sharegpt/{mode}/{size}": 0.1 for mode in ("recompute", "swap")
-           for size in BLOCK_SIZES}
-    )  # fmt: skip
-    crossing = nineteen.rows[0]
+    keys = [task.key for task in figures["19"].tasks(find_workloads(None).first(10))]
+    crossing = figures["19"].collect({key: _made_up(key) for key in keys}).rows[0]
     assert crossing.here is None and crossing.within is False
-    assert nineteen.protocol and nineteen.why
+    keys = [task.key for task in figures["14"].tasks(find_workloads(None).first(10))]
+    first = figures["14"].collect({key: _made_up(key) for key in keys}).rows[0]
+    assert (first.series, first.paper, first.here) == ("parallel 2, Orca (Max)", 1.52, 3.0)

@@ -128,7 +128,7 @@ def test_means_over_time_are_shares_of_the_pool() -> None:
     means = pool_means(samples, 5, 25)
     assert means[:5] == pytest.approx((70, 10, 10, 10, 4))
     assert sum(means[:4]) == pytest.approx(100)
-    assert means.saved == pytest.approx(100 * (1 - 1 / 3))  # mean of 2 and 4
+    assert means.saved == pytest.approx(62.5)  # mean of 50 and 75
 
 
 def test_the_pool_is_looked_at_in_the_span_alone() -> None:

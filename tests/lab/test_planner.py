@@ -17,13 +17,13 @@ from octavo.lab.gpus import find_gpu
 from octavo.lab.limits import LOADS, Limits, waiting_of
 from octavo.lab.machine import GpuMachine, HalfKVCosts
 from octavo.lab.plan_report import Plan
-from octavo.lab.planner import Answer, PlanOptions, find_answer
+from octavo.lab.planner import find_answer
 from octavo.lab.results import PoolSample, RequestTimes, SimResult
+from octavo.lab.search import Answer, PlanOptions
 from octavo.lab.shapes import find_shape
 from octavo.lab.slices import Slice, busiest
-from octavo.lab.slo import Slo, measure
 from octavo.lab.trace import TraceRequest
-from octavo.lab.trials import ScaledCosts, Trials
+from octavo.lab.trials import ScaledCosts, Slo, Trials, measure
 
 STEADY = FixedCosts(0.01, 0.0, 0.0)
 """Every step takes 10 ms, whatever is in it."""
@@ -70,7 +70,7 @@ def even(rate: float, num: int = 400, prompt: int = 100, output: int = 100) -> l
 
 
 def options(ttft_s: float = 2.0, tpot_s: float = 0.05, **further: Any) -> PlanOptions:
-    values: dict[str, Any] = {"max_model_len": 1024, "replica_requests": 120} | further
+    values: dict[str, Any] = {"max_model_len": 1024, "replica_requests": 180} | further
     return PlanOptions(slo=Slo(ttft_s, tpot_s), **values)
 
 
@@ -85,11 +85,14 @@ def test_capacity_by_hand() -> None:
     """600,000 B / 100 B = 6,000 slots; a sequence of the batch holds 100 + 100 / 2 tokens and half
     a block: 5,940 / 158 = 37.6; 37 of them end every 100 x 10 ms."""
     part = busiest(even(10.0), None)
-    found = capacity_of(Box(STEADY).place(1, 16), part, tpot_s=0.05, percentile=95.0, block_size=16)
+    found = capacity_of(
+        Box(STEADY).place(1, 16), part, ttft_s=0.5, tpot_s=0.05, percentile=95.0, block_size=16
+    )
     assert found.placement.num_slots == 6000 and found.placement.num_blocks(16) == 375
-    assert found.load == Load(input=100, output=100, seqs=1, context=150)
+    assert found.load == Load(input=100, output=100, seqs=1, context=150, computed=100)
     assert (found.by_memory, found.batch) == (37, 37)
     assert found.rate == pytest.approx(37.0)
+    assert found.likely_rate == pytest.approx(0.98 * 37.0), "a prompt takes 10 ms of 500"
     assert found.alone_tpot_s == found.alone_ttft_s == 0.01
     # Little: 10 a second, each for 100 steps of 10 ms
     assert found.in_flight(10.0) == 10
@@ -106,6 +109,7 @@ def test_capacity_by_tpot() -> None:
     found = capacity_of(
         Box(BY_TOKEN, token_bytes=2).place(1, 16),
         part,
+        ttft_s=0.5,
         tpot_s=0.0451,
         percentile=95.0,
         block_size=16,
@@ -155,7 +159,7 @@ def test_a_heavy_one_needs_three() -> None:
     assert (answer.num_gpus, answer.num_replicas, answer.num_simulated) == (3, 3, 3)
     assert answer.trial.service.ok
     assert answer.trial.part.rate == pytest.approx(100.0)
-    assert len(answer.trial.part.requests) > 500
+    assert len(answer.trial.part.requests) == 3 * 180
 
 
 def test_arithmetic_that_is_too_hopeful_is_corrected() -> None:
@@ -164,8 +168,8 @@ def test_arithmetic_that_is_too_hopeful_is_corrected() -> None:
     requests = [
         TraceRequest(num_input=100, num_output=100, arrival_s=1.5 * (i // 90)) for i in range(900)
     ]
-    answer, _ = find_answer(requests, Box(STEADY), options(ttft_s=0.1))
-    assert answer.num_replicas == 3
+    answer, _ = find_answer(requests, Box(STEADY), options(ttft_s=0.1, replica_requests=450))
+    assert answer.capacity.least(60.0) == 2 and answer.num_replicas == 3
     assert answer.tried_fewer is not None and not answer.tried_fewer.service.ok
     smooth, _ = find_answer(even(60.0), Box(STEADY), options(ttft_s=0.1))
     assert smooth.num_replicas == 2
@@ -223,6 +227,13 @@ def test_real_shapes_on_real_gpus() -> None:
     long = StepShape(0, 0, 64, 64 * 8000, 64)
     assert two.costs.step_s(long) > 1.2 * half.costs.step_s(long)
     assert half.costs.copy_s(10) == two.costs.copy_s(5)
+    assert half.costs.copy_s(1) == two.costs.copy_s(1) / 2 > 0  # one block is not none
+    for name in ("num_host_blocks", "num_copied_blocks"):
+        for num in (1, 7):
+            moved = long._replace(**{name: num})
+            more_s = two.costs.step_s(moved) - two.costs.step_s(long)
+            half_s = half.costs.step_s(moved) - half.costs.step_s(long)
+            assert half_s == pytest.approx(more_s / 2) and half_s > 0
     assert isinstance(half.costs, HalfKVCosts) and half.costs.name.endswith("fp8 KV")
 
 
@@ -307,6 +318,37 @@ def test_nothing_limits_an_idle_engine() -> None:
     answer, trials = find_answer(even(1.0, 200), machine, chosen)
     limits = limits_of(answer, trials, machine, chosen)
     assert limits.limit == "nothing" and limits.load == LOADS[-1] and not limits.changes
+
+
+def test_without_time_the_answer_says_what_it_is_less_sure_of() -> None:
+    """Two simulations find a number that is enough; nothing is refined, or asked."""
+    machine, chosen = Box(STEADY), options(0.1, limit_s=0.0, replica_requests=900)
+    bursts = [
+        TraceRequest(num_input=100, num_output=100, arrival_s=1.5 * (i // 180)) for i in range(1800)
+    ]
+    answer, trials = find_answer(bursts, machine, chosen)
+    assert answer.trial.service.ok and trials.num_run <= 4
+    (doubt,) = answer.doubts
+    assert doubt.startswith(f"no time to try less than {answer.num_replicas} replicas, though more")
+    limits = limits_of(answer, trials, machine, chosen)
+    assert limits.limit == "not examined" and "--time-limit" in limits.why
+
+
+def test_long_prompts_with_ids_are_simulated_with_fewer() -> None:
+    """14,000 tokens to look up take 10 ms: 150 requests are 1.5 s. The first 13,952 are shared, so
+    one replica computes them once, and can serve what it could not otherwise."""
+    requests = [
+        TraceRequest(num_input=14_000, num_output=10, arrival_s=i / 2.0, hash_ids=tuple(range(109)))
+        for i in range(400)
+    ]
+    machine = Box(FixedCosts(0.001, 1e-4, 0.0), token_bytes=2)
+    chosen = options(3.0, max_model_len=20_000, replica_requests=None, limit_s=0.0)
+    answer, trials = find_answer(requests, machine, chosen, block_tokens=128)
+    assert len(trials.part.requests) < 400
+    assert any("only 152 of them" in doubt for doubt in answer.doubts)
+    assert answer.capacity.load.computed == pytest.approx(48, abs=100)
+    assert trials.part.new_tokens()[:3] == [14_000, 48, 48]
+    assert answer.capacity.alone_ttft_s == pytest.approx(0.001 + 0.0048)
 
 
 def test_no_time_for_changes() -> None:
@@ -398,10 +440,11 @@ def test_objectives_are_counted() -> None:
         times.finished_s.append(i + (i + 1.0) + (3.0 if i == 9 else 1.0))
         times.num_input.append(5)
         times.num_output.append(11)
+        times.num_cached.append(0)
     service = measure(result_of(times, 0), Slo(8.5, 0.2, 70.0), warm_up=0.0)
     assert (service.missed_ttft, service.missed_tpot) == pytest.approx((0.2, 0.1))
     assert service.kept == pytest.approx(0.8) and service.ok
-    assert service.ttft.at == pytest.approx(7.3) and service.tpot.p50 == pytest.approx(0.1)
+    assert service.ttft_at == pytest.approx(7.3) and service.tpot.p50 == pytest.approx(0.1)
     assert not measure(result_of(times, 0), Slo(8.5, 0.2, 95.0), warm_up=0.0).ok
     assert not measure(result_of(times, 10), Slo(8.5, 0.2, 70.0), warm_up=0.0).ok
     later = measure(result_of(times, 0), Slo(8.5, 0.2, 70.0), warm_up=0.5)

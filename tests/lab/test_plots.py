@@ -160,6 +160,15 @@ def test_files_are_the_same_each_time_and_name_no_day(tmp_path: Path) -> None:
     assert first[0].read_bytes().startswith(b"\x89PNG")
 
 
+def test_places_are_rounded_and_scales_are_not(tmp_path: Path) -> None:
+    """A glyph is drawn at scale(0.015625): 0.015 would make all text too small."""
+    (path,) = plots.save(five_curves(), tmp_path / "one", ("svg",))
+    text = path.read_text("utf-8")
+    assert "scale(0.12 -0.12)" in text and "scale(0.015625)" in text
+    places = re.findall(r'\bd="([^"]*)"|translate\(([^)]*)\)', text)
+    assert places and not re.search(r"\.\d{4}", " ".join(a + b for a, b in places))
+
+
 def test_two_svgs_fit_into_one_page() -> None:
     parts = [plots.svg_text(five_curves(), scope) for scope in ("a", "b")]
     ids = []

@@ -83,11 +83,55 @@ def test_burstgpt(tmp_path: Path) -> None:
     text = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
     text += "5,ChatGPT,472,18,490,Conversation log\n45,GPT-4,1087,0,1087,Conversation log\n"
     text += "118,ChatGPT,417,276,693,API log\n"
-    with pytest.raises(TraceError, match=r"line 3: Response tokens must be at least 1, got 0"):
-        read(tmp_path, text)
-    trace = read(tmp_path, text, format="burstgpt", skip_bad_lines=True)
-    assert lengths(trace) == [(5.0, 472, 18), (118.0, 417, 276)]
-    assert trace.num_skipped == 1
+    for trace in (read(tmp_path, text), read(tmp_path, text, format="burstgpt")):
+        assert lengths(trace) == [(5.0, 472, 18), (118.0, 417, 276)]
+        assert trace.num_skipped == 1, "no answer, no request"
+    with pytest.raises(TraceError, match=r"line 3: Response tokens must be a whole number"):
+        read(tmp_path, text.replace(",0,", ",x,"))
+
+
+def test_units_of_time(tmp_path: Path) -> None:
+    row = {"timestamp": 3000, "input_length": 600, "output_length": 9, "hash_ids": [1, 2]}
+    header = {"header": {"block_tokens": 512}}
+    both = json_lines(header, row)
+    assert read(tmp_path, both).requests[0].arrival_s == 3000.0, "a file of its own"
+    mooncake = read(tmp_path, both, format="mooncake")
+    assert (mooncake.requests[0].arrival_s, mooncake.block_tokens) == (3.0, 512)
+    said = json_lines(header, {"arrival_s": 3.0, "input_length": 600, "output_length": 9})
+    assert read(tmp_path, said, format="mooncake").requests[0].arrival_s == 3.0
+    csv = "timestamp,input_length,output_length\n0,7,9\n3000,7,9\n"
+    for format in ("auto", "csv", "mooncake"):
+        assert [r.arrival_s for r in read(tmp_path, csv, format=format).requests] == [0.0, 3.0]
+    own = csv.replace("timestamp", "time")
+    assert [r.arrival_s for r in read(tmp_path, own).requests] == [0.0, 3000.0]
+    for scale in (1, 10**3, 10**6, 10**9):  # seconds to nanoseconds since 1970
+        begin = 1_700_000_000 * scale
+        text = f"timestamp,input_tokens,output_tokens\n{begin + 3 * scale},7,9\n{begin},7,9\n"
+        times = [r.arrival_s for r in read(tmp_path, text).requests]
+        assert times == pytest.approx([0.0, 3.0], abs=1e-5), scale
+
+
+def test_bytes_that_are_no_text_are_named_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_bytes(b"input_tokens,output_tokens,who\n1,2,\xc3\xa9\n3,4,\xe9\n5,6,x\n")
+    with pytest.raises(TraceError, match=r"line 3: is no text in UTF-8; .*--skip-bad-lines"):
+        read_trace(path)
+    trace = read_trace(path, skip_bad_lines=True)
+    assert [r.num_input for r in trace.requests] == [1, 5] and trace.num_skipped == 1
+    rows = [b'{"input_tokens": 1, "output_tokens": 2, "client": "%s"}' % name for name in
+            (b"\xe9", b"x")]  # fmt: skip
+    path.write_bytes(b"\n".join(rows))
+    with pytest.raises(TraceError, match="line 1: is no text in UTF-8"):
+        read_trace(path)
+    assert len(read_trace(path, skip_bad_lines=True).requests) == 1
+    path.write_bytes(b'[{"conversations":\n[{"from": "\xe9"}]}]')
+    with pytest.raises(TraceError, match="line 2 is no text in UTF-8"):
+        read_trace(path, tokenize=count_words)
+
+
+def test_a_tokenizer_for_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="has lengths and no texts: --tokenizer does nothing"):
+        read(tmp_path, "input_tokens,output_tokens\n1,2\n", tokenize=count_words)
 
 
 def test_mooncake_as_published(tmp_path: Path) -> None:

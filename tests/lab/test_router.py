@@ -23,12 +23,20 @@ def of(*hash_ids: int, num_input: int = 16, num_output: int = 4, **fields: objec
 
 
 def run(requests: list[TraceRequest], config: SimConfig, **options: object) -> SimResult:
+    return served(requests, config, **options)[0]
+
+
+def served(
+    requests: list[TraceRequest], config: SimConfig, **options: object
+) -> tuple[SimResult, int]:
+    """What became of it, and how many strides were taken."""
     simulation = Simulation(requests, config, COSTS, block_tokens=8, **options)  # type: ignore[arg-type]
     end_s = simulation.run()
     for replica in simulation.replicas:
         replica.kv.check_integrity()
         assert not replica.num_outstanding and not replica.has_work
-    return simulation.result(end_s, 0.0)
+    num_strides = sum(replica.num_strides for replica in simulation.replicas)
+    return simulation.result(end_s, 0.0), num_strides
 
 
 def test_round_robin() -> None:
@@ -83,8 +91,9 @@ def test_strides_and_steps_are_the_same(router: str, mode: str) -> None:
         )  # fmt: skip
     options = {"concurrency": 9} if mode == "closed" else {}
     config = CONFIG.replace(router=router)
-    strided = run(requests, config, **options)
-    stepped = run(requests, config.replace(stride=False), **options)
+    strided, num_strides = served(requests, config, sample_s=1.0, **options)
+    stepped, none = served(requests, config.replace(stride=False), sample_s=1.0, **options)
+    assert num_strides > 20 and none == 0
     for name in SimResult.__slots__:
         if name not in ("wall_s", "times"):
             assert getattr(strided, name) == getattr(stepped, name), name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import pytest
@@ -21,21 +21,29 @@ COSTS = FixedCosts(0.03, 3e-4, 2e-3)
 
 
 def run(
-    requests: list[TraceRequest], config: SimConfig, **options: Any
+    requests: list[TraceRequest],
+    config: SimConfig,
+    looks: Container[int] | None = None,
+    *,
+    until_s: float = math.inf,
+    **options: Any,
 ) -> tuple[SimResult, dict[int, Any], Replica]:
-    """A simulation, and by number of steps what all was like before the next one."""
+    """A simulation, and by number of steps what all was like before the next one: after each of
+    `looks`, by default whenever it stopped."""
     simulation = Simulation(requests, config, COSTS, **options)
     (replica,) = simulation.replicas
     states: dict[int, Any] = {}
     advance = replica.advance
 
     def watched(stop_s: float, arrival_s: float) -> None:
-        states.setdefault(replica.num_steps, state_of(replica))
+        if looks is None or replica.num_steps in looks:
+            replica.kv.check_integrity()
+            states.setdefault(replica.num_steps, state_of(replica))
         advance(stop_s, arrival_s)
-        replica.kv.check_integrity()
 
     replica.advance = watched  # type: ignore[method-assign]
-    end_s = simulation.run(math.inf)
+    end_s = simulation.run(until_s)
+    replica.kv.check_integrity()
     states.setdefault(replica.num_steps, state_of(replica))
     return simulation.result(end_s, 0.0), states, replica
 
@@ -71,7 +79,10 @@ def state_of(replica: Replica) -> dict[str, Any]:
         "totals": scheduler.pressure_totals,
         "storm": (storm._level, list(storm._left), storm._num_calm_steps),
         "watermark": scheduler._admission.watermark,
-        "costs": [scheduler._costs._steps._by_magnitude, scheduler._costs._copies._by_magnitude],
+        "costs": [
+            {size: tuple(window) for size, window in line._by_magnitude.items()}
+            for line in (scheduler._costs._steps, scheduler._costs._copies)
+        ],
     }
 
 
@@ -119,8 +130,9 @@ def tree_of(kv: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def assert_same(requests: list[TraceRequest], config: SimConfig, **options: Any) -> Replica:
-    stepped, states, _ = run(requests, config.replace(stride=False), **options)
+    """Returns the one that took strides."""
     strided, seen, replica = run(requests, config, **options)
+    stepped, states, _ = run(requests, config.replace(stride=False), seen, **options)
     for num_steps, state in seen.items():
         expected = states[num_steps]
         for name, value in state.items():
@@ -128,7 +140,8 @@ def assert_same(requests: list[TraceRequest], config: SimConfig, **options: Any)
     for name in SimResult.__slots__:
         if name != "wall_s":
             assert getattr(strided, name) == getattr(stepped, name), name
-    assert len(strided.times) + strided.num_refused == len(requests)
+    if "until_s" not in options:
+        assert len(strided.times) + strided.num_refused == len(requests)
     return replica
 
 
@@ -142,14 +155,18 @@ def workloads(draw: st.DrawFn) -> tuple[list[TraceRequest], SimConfig]:
     is_paged = policy == "paged"
     block_size = draw(st.sampled_from([1, 2, 4, 8]))
     caching = is_paged and draw(st.booleans())
+    is_contiguous = policy == "contiguous"
     max_len = 64
+    budget = draw(st.sampled_from([1, 8, 16, 64]))
     config = SimConfig(
         num_blocks=draw(st.integers(64 // block_size, 200 // block_size)) + 4,
         block_size=block_size,
         kv_policy=policy,
         max_model_len=max_len,
-        max_num_seqs=draw(st.integers(2, 8)),
-        max_num_batched_tokens=draw(st.sampled_from([8, 16, 64])),
+        max_num_seqs=min(budget, draw(st.integers(2, 8))),
+        max_num_batched_tokens=budget,
+        max_batch=draw(st.sampled_from([None, 1, 3])) if is_contiguous else None,
+        max_padded_tokens=draw(st.sampled_from([None, 64])) if is_contiguous else None,
         enable_prefix_caching=caching,
         num_host_blocks=draw(st.sampled_from([0, 0, 6, 100])) if is_paged else 0,
         preemption_mode=draw(st.sampled_from(["recompute", "swap", "auto"])),
@@ -158,54 +175,82 @@ def workloads(draw: st.DrawFn) -> tuple[list[TraceRequest], SimConfig]:
         watermark=draw(st.sampled_from([0.0, 0.01, 0.1])),
     )
     now_s, requests = 0.0, []
-    for index in range(draw(st.integers(1, 14))):
+    too_much = st.sampled_from([0] * 9 + [max_len])  # such a request is refused
+    for _ in range(draw(st.integers(1, 14))):
         now_s += draw(st.sampled_from([0.0, 0.0, 0.05, 0.4, 2.0]))
         num_input = draw(st.integers(1, 30))
         beams = draw(st.sampled_from([0, 0, 0, 0, 2]))
         requests.append(
             TraceRequest(
                 num_input=num_input,
-                num_output=draw(st.integers(1, max_len - num_input)),
+                num_output=draw(st.integers(1, max_len - num_input)) + draw(too_much),
                 arrival_s=now_s,
                 n=1 if beams else draw(st.sampled_from([1, 1, 1, 2, 3])),
                 beam_width=beams,
                 priority=draw(st.integers(0, 2)),
                 prefix=draw(st.sampled_from(["a", "b"])),
                 prefix_tokens=draw(st.sampled_from([0, 0, 5, 16])),
+                hash_ids=draw(st.sampled_from([(), (), (1, 2, 3), (1, 2, 4), (5,)])),
                 session=draw(st.sampled_from(["", "", "s"])),
                 think_s=draw(st.sampled_from([None, 0.0, 0.3])),
             )
         )
-        del index
     return requests, config
 
 
-@settings(
-    max_examples=30,
-    deadline=None,
-    phases=[Phase.reuse, Phase.generate],
-    suppress_health_check=[HealthCheck.too_slow],
-)
-@given(workloads(), st.sampled_from([0.05, 0.5, math.inf]))
-def test_strides_and_steps_are_the_same(
-    workload: tuple[list[TraceRequest], SimConfig], sample_s: float
-) -> None:
-    requests, config = workload
-    assert_same(requests, config, sample_s=sample_s)
+def check_all(options: st.SearchStrategy[dict[str, Any]], max_examples: int) -> None:
+    """Whatever the workload; of all of them, many strides were taken."""
+    num_strides = num_refused = 0
+
+    @settings(
+        max_examples=max_examples,
+        deadline=None,
+        phases=[Phase.reuse, Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(workloads(), options)
+    def check(workload: tuple[list[TraceRequest], SimConfig], some: dict[str, Any]) -> None:
+        nonlocal num_strides, num_refused
+        replica = assert_same(*workload, block_tokens=4, **some)
+        num_strides += replica.num_strides
+        num_refused += replica.num_refused
+
+    check()
+    assert num_strides > max_examples and num_refused > 0
 
 
-@settings(
-    max_examples=10,
-    deadline=None,
-    phases=[Phase.reuse, Phase.generate],
-    suppress_health_check=[HealthCheck.too_slow],
-)
-@given(workloads(), st.integers(1, 5))
-def test_in_closed_loops_too(
-    workload: tuple[list[TraceRequest], SimConfig], concurrency: int
-) -> None:
-    requests, config = workload
-    assert_same(requests, config, concurrency=concurrency)
+def test_strides_and_steps_are_the_same() -> None:
+    check_all(st.fixed_dictionaries({"sample_s": st.sampled_from([0.05, 0.5, math.inf])}), 30)
+
+
+def test_in_closed_loops_too() -> None:
+    check_all(
+        st.fixed_dictionaries({"concurrency": st.integers(1, 5), "sample_s": st.just(math.inf)}),
+        12,
+    )
+
+
+def test_the_clock_may_stop_inside_a_stride() -> None:
+    times = st.floats(0.0, 5.0)
+    check_all(st.fixed_dictionaries({"until_s": times, "sample_s": st.just(math.inf)}), 12)
+    lonely = [TraceRequest(num_input=4, num_output=60, arrival_s=0.0)]
+    config = SimConfig(num_blocks=40, block_size=4, max_model_len=64)
+    replica = assert_same(lonely, config, until_s=1.0, sample_s=math.inf)
+    assert (replica.num_steps, replica.num_strides) == (33, 1), "0.0312 s, and 32 of 0.0303 s"
+
+
+def test_who_is_refused_has_ended_as_he_came() -> None:
+    """Behind a long stride; the next one of his session goes on at once."""
+    requests = [
+        TraceRequest(num_input=10, num_output=150, arrival_s=0.0),
+        TraceRequest(num_input=10, num_output=100, arrival_s=0.01),
+        TraceRequest(num_input=900, num_output=900, arrival_s=0.5, session="s"),
+        TraceRequest(num_input=5, num_output=5, arrival_s=0.6, session="s", think_s=0.25),
+    ]
+    config = SimConfig(num_blocks=40, max_num_seqs=1)
+    replica = assert_same(requests, config, sample_s=math.inf)
+    assert replica.num_refused == 1 and replica.num_strides >= 3
+    assert list(replica.times.arrival_s) == [0.0, 0.01, 0.75]
 
 
 @pytest.mark.parametrize("caching", [False, True])
@@ -214,13 +259,13 @@ def test_a_long_run_under_pressure(caching: bool, mode: Any) -> None:
     """Storms, evictions, preemptions, a line that is always blocked: and yet mostly strides."""
     requests = [
         TraceRequest(num_input=5 + 7 * i % 40, num_output=30 + 31 * i % 170, arrival_s=0.2 * i)
-        for i in range(150)
+        for i in range(80)
     ]
     config = SimConfig(
         num_blocks=120, block_size=8, max_model_len=256, enable_prefix_caching=caching,
         num_host_blocks=40 if mode == "swap" else 0, preemption_mode=mode,
     )  # fmt: skip
-    replica = assert_same(requests, config)
+    replica = assert_same(requests, config, sample_s=1.0)
     assert replica.scheduler.num_preemptions > 10
     assert replica.scheduler.pressure_totals.num_storms > 0
     assert replica.num_strides * 4 < replica.num_steps
@@ -238,5 +283,5 @@ def test_who_finds_what_a_last_prompt_token_completes_comes_in_at_once() -> None
         num_blocks=5, block_size=4, max_model_len=20, max_num_batched_tokens=8, max_num_seqs=8,
         watermark=0.0, enable_prefix_caching=True,
     )  # fmt: skip
-    replica = assert_same(requests, config)
-    assert replica.num_cached == 8
+    replica = assert_same(requests, config, sample_s=math.inf)
+    assert replica.num_cached == 8 and replica.num_strides > 0

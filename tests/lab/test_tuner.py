@@ -14,7 +14,7 @@ from octavo.lab.costs import FixedCosts, StepCosts, StepShape
 from octavo.lab.slices import Slice
 from octavo.lab.trace import TraceRequest
 from octavo.lab.tune_report import report, verdict
-from octavo.lab.tuner import Place, ResizedCosts, TuneOptions, Tuning, tune
+from octavo.lab.tuner import Place, ResizedCosts, TuneOptions, Tuning, affordable, tune
 
 STEADY = FixedCosts(0.01, 0.0, 0.0)
 CONFIG = SimConfig(num_blocks=1, max_num_seqs=256, max_num_batched_tokens=2048, watermark=0.0)
@@ -134,6 +134,14 @@ def test_nothing_to_compare() -> None:
         tuned(part_of(alike(3, 60, 60)), pool(50), 16, 64)
     with pytest.raises(ConfigError, match="--block-sizes must be numbers of tokens"):
         tuned(part_of(alike(3, 6, 6)), pool(500), 16, 0)
+
+
+def test_fewer_long_prompts_are_simulated() -> None:
+    """Blocks of 1 and 16 of 8,000 tokens: 85,000 us a request, half as much again for the noise."""
+    part = part_of(alike(2000, 8000, 1))
+    assert affordable(part, (1, 16), prefixes=True) == round(40e6 / (1.5 * (85_000 + 8)))
+    assert affordable(part, (1, 16), prefixes=False) == 1000
+    assert affordable(part_of(alike(10, 10**6, 1)), (1,), prefixes=True) == 40
 
 
 def test_the_host_is_timed() -> None:

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,6 +35,7 @@ from octavo.util import cdiv
 if TYPE_CHECKING:
     from octavo import LLM
     from octavo.config import EngineConfig
+    from octavo.engine.driver import RequestStream
 
 POOL_TOKENS = 32_768
 """Tokens that the pool holds while it is measured: no sequence's KV is in a cache for long."""
@@ -45,29 +46,42 @@ _COPIES = (1, 8, 64)
 
 
 class _Wave(NamedTuple):
-    """Requests that come together: lengths in tokens."""
+    """Requests that are served: lengths in tokens."""
 
     lengths: tuple[tuple[int, int], ...]
+    every: int = 0
+    """Steps between one that comes and the next one; 0: they come together."""
+    prefix: int = 0
+    """Tokens that every second one begins with, the same for all of them."""
 
 
 def waves(config: EngineConfig, seed: int) -> list[_Wave]:
-    """Batches of equal requests, from few to many, and one of many kinds."""
+    """Batches of equal requests, from few to many, one of many kinds, and such as come one after
+    another, some of which find a part of their prompt in the prefix cache."""
     rng = random.Random(f"waves {seed}")
     assert config.max_model_len is not None
     longest = config.max_model_len
     equal = [(1, 32, 24), (4, 48, 24), (12, 64, 24), (32, 64, 32), (64, 48, 32)]
     found = [_Wave(((i, o),) * count) for count, i, o in equal if count <= config.max_num_seqs]
-    mixed = [(rng.randint(8, 320), rng.randint(4, 128)) for _ in range(32)]
-    found.append(_Wave(tuple(mixed)))
+    found.append(_Wave(tuple((rng.randint(8, 320), rng.randint(4, 128)) for _ in range(32))))
+    one_by_one = tuple((rng.randint(8, 160), rng.randint(8, 96)) for _ in range(24))
+    found.append(_Wave(one_by_one, every=4, prefix=min(256, longest // 4)))
+    most = longest // 2
     return [
-        _Wave(tuple((max(1, min(i, longest // 2)), max(1, min(o, longest // 2))) for i, o in w))
-        for (w,) in found
+        wave._replace(
+            lengths=tuple(
+                (max(1, min(i, most - wave.prefix)), min(o, most)) for i, o in wave.lengths
+            )
+        )
+        for wave in found
     ]
 
 
 @contextmanager
-def _watched(llm: LLM) -> Iterator[list[Step]]:
-    """What is in each step of the engine, and what it takes from one step's end to the next's."""
+def _watched(llm: LLM, then: Callable[[], None]) -> Iterator[list[Step]]:
+    """What is in each step of the engine, and what it takes from one step's end to the next's.
+
+    `then` is called after each, and what it takes belongs to the next one."""
     core = llm._engine.engine.core
     execute = core._execute
     assert execute is not None
@@ -87,28 +101,55 @@ def _watched(llm: LLM) -> Iterator[list[Step]]:
             found.append((counts, Times(moment - last, result.compute_s, result.copy_s)))
         now.clear()
         last = moment
+        then()
 
+    before = llm.after_step
     core._execute, llm.after_step = watched, after_step
     try:
         yield found
     finally:
-        llm.after_step = None
+        llm.after_step = before
         if core._execute is watched:
             core._execute = execute
 
 
-def _serve(llm: LLM, wave: _Wave, rng: random.Random) -> list[Step]:
+def serve(llm: LLM, wave: _Wave, rng: random.Random) -> list[Step]:
+    """The steps of a wave. Its requests come after a step, as they do to an engine that serves:
+    what it takes to add them lies between two steps, and is in what their first one takes."""
     vocab_size, detokenize = llm.arch.vocab_size, llm.get_tokenizer() is not None
-    prompts = [[rng.randrange(vocab_size) for _ in range(i)] for i, _ in wave.lengths]
+
+    def draw(count: int) -> list[int]:
+        return [rng.randrange(vocab_size) for _ in range(count)]
+
+    prefix = draw(wave.prefix)
+    prompts = [draw(1)]  # goes ahead: the time of its step began before it was there
+    prompts += [prefix * (i % 2) + draw(length) for i, (length, _) in enumerate(wave.lengths)]
     params = [
-        SamplingParams(temperature=0, max_tokens=o, ignore_eos=True, detokenize=detokenize)
-        for _, o in wave.lengths
+        SamplingParams(temperature=0, max_tokens=num, ignore_eos=True, detokenize=detokenize)
+        for num in (1, *(num_output for _, num_output in wave.lengths))
     ]
-    with _watched(llm) as steps:
-        llm.generate(prompts, params, use_tqdm=False)
-    # the plan of another request tells the runner who has ended
-    llm.generate([prompts[0][:1]], replace(params[0], max_tokens=1), use_tqdm=False)
-    # the first one waited for the requests to be queued
+    streams: list[RequestStream] = []
+
+    def add() -> None:
+        place = len(streams)
+        streams.append(llm.stream(prompts[place], params[place], final_only=True))
+
+    def add_due() -> None:
+        while len(streams) < len(prompts) and (len(streams) - 1) * wave.every < len(steps):
+            add()
+
+    try:
+        with _watched(llm, add_due) as steps:
+            for number in range(len(prompts)):
+                if len(streams) == number:  # nobody is left
+                    add()
+                for _ in streams[number]:
+                    pass
+    finally:
+        for stream in streams:
+            stream.close()
+        # the plan of another request tells the runner who has ended
+        llm.generate([prompts[0]], params[0], use_tqdm=False)
     return steps[1:]
 
 
@@ -163,6 +204,7 @@ def measure_round(llm: LLM, found: Calibration, tell: Callable[[str], None]) -> 
     number = found.num_rounds
     rng = random.Random(f"{llm.config.seed} round {number}")
     if number == 0:
+        llm.reset_prefix_cache()
         probe.touch_pool()
     jobs: list[Callable[[], None]] = [partial(_measure_copies, probe, found)]
     for point in grid(llm.config, probe.num_blocks):
@@ -170,10 +212,12 @@ def measure_round(llm: LLM, found: Calibration, tell: Callable[[str], None]) -> 
     for place, wave in enumerate(waves(llm.config, llm.config.seed)):
         jobs.append(partial(_measure_wave, llm, found, place, wave, rng))
     rng.shuffle(jobs)
-    for index, job in enumerate(jobs):
-        tell(f"round {number + 1}: {index + 1} of {len(jobs)}")
-        job()
-    llm.reset_prefix_cache()  # what it remembers was overwritten
+    try:
+        for index, job in enumerate(jobs):
+            tell(f"round {number + 1}: {index + 1} of {len(jobs)}")
+            job()
+    finally:
+        llm.reset_prefix_cache()  # what it remembers was overwritten
     found.num_rounds += 1
 
 
@@ -184,7 +228,7 @@ def _measure_point(probe: Probe, found: Calibration, point: Point) -> None:
 def _measure_wave(
     llm: LLM, found: Calibration, place: int, wave: _Wave, rng: random.Random
 ) -> None:
-    found.add_wave(place, _serve(llm, wave, rng))
+    found.add_wave(place, serve(llm, wave, rng))
 
 
 def _measure_copies(probe: Probe, found: Calibration) -> None:
@@ -193,9 +237,13 @@ def _measure_copies(probe: Probe, found: Calibration) -> None:
             copies = [BlockCopy(i, count + i) for i in range(count)]
             found.add_copies("pool copy", count, probe.run(copies=copies))
         if count <= min(probe.num_blocks, probe.num_host_blocks):
-            for kind in (CopyKind.TO_HOST, CopyKind.FROM_HOST):
+            ways: tuple[tuple[RowKind, CopyKind], ...] = (
+                ("to host", CopyKind.TO_HOST),
+                ("from host", CopyKind.FROM_HOST),
+            )
+            for name, kind in ways:
                 copies = [BlockCopy(i, i, kind) for i in range(count)]
-                found.add_copies("swap", count, probe.run(copies=copies))
+                found.add_copies(name, count, probe.run(copies=copies))
 
 
 def calibrate(
@@ -204,17 +252,20 @@ def calibrate(
     max_s: float = 75.0,
     max_rounds: int = 7,
     tell: Callable[[str], None] = lambda _: None,
+    announce: Callable[[str], None] = lambda _: None,
 ) -> Calibration:
     """Measure in rounds, one of which is a warm-up, until the time is over: at least one counts.
 
-    llm: an engine without requests, of `engine_config`. Raises `InvalidRequestError` for limits
-    that leave nothing to measure.
+    llm: an engine without requests, of `engine_config`. `tell` is told where it is, `announce`
+    after the warm-up how long it will be. Raises `InvalidRequestError` for limits that leave
+    nothing to measure.
     """
     if max_rounds < 1 or not max_s > 0:
         name, value = ("rounds", max_rounds) if max_rounds < 1 else ("seconds", max_s)
         raise InvalidRequestError(f"--{name} must be above 0, got {value}", parameter=name)
     begin = time.perf_counter()
     measure_round(llm, Calibration(), lambda text: tell(f"warming up, {text}"))
+    announce(plan_of(time.perf_counter() - begin, max_s, max_rounds))
     found = Calibration()
     while found.num_rounds < max_rounds:
         started = time.perf_counter()
@@ -223,3 +274,13 @@ def calibrate(
         if now - begin + (now - started) > max_s:
             break
     return found
+
+
+def plan_of(round_s: float, max_s: float, max_rounds: int) -> str:
+    """How long it will be, for people. round_s: what the warm-up took."""
+    rounds = min(max_rounds, max(1, int(max_s / round_s) - 1))
+    times = "once" if rounds == 1 else f"{rounds} times"
+    return (
+        f"a round takes {round_s:.0f} s: everything is measured {times}, in "
+        f"{rounds * round_s:.0f} s"
+    )

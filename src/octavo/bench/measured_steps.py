@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from octavo.plan import StepPlan
 
-RowKind = Literal["prefill", "decode", "mixed", "live", "pool copy", "swap"]
+RowKind = Literal["prefill", "decode", "mixed", "live", "pool copy", "to host", "from host"]
 Step = tuple["Counts", "Times"]
 
 _GROUP = 8
@@ -100,7 +101,7 @@ def median_row(
     return Row(
         kind,
         *mean,
-        num_host_blocks=num_blocks if kind == "swap" else 0,
+        num_host_blocks=num_blocks if kind in ("to host", "from host") else 0,
         num_copied_blocks=num_blocks if kind == "pool copy" else 0,
         seconds=seconds,
         compute_s=compute_s,
@@ -128,9 +129,12 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def wave_rows(runs: Sequence[Sequence[Step]]) -> list[Row]:
-    """Step by step the median over the runs of equal plans; then a few steps each as one row."""
-    plans = [counts for counts, _ in runs[0]]
-    alike = [run for run in runs if [counts for counts, _ in run] == plans]
+    """Step by step the median over the runs of equal plans; then a few steps each as one row.
+
+    Runs that took other steps than most did are left out."""
+    taken = [tuple(counts for counts, _ in run) for run in runs]
+    plans = Counter(taken).most_common(1)[0][0]
+    alike = [run for run, counts in zip(runs, taken, strict=True) if counts == plans]
     steps = [[run[index][1] for run in alike] for index in range(len(plans))]
     in_all = statistics.median(sum(run[i][1].seconds for i in range(len(plans))) for run in alike)
     jitter = in_all / sum(_middle(each).seconds for each in steps)

@@ -62,8 +62,10 @@ class Probe:
         """Every block gets memory of its own, with the K and V of some tokens in it."""
         new = self.new(min(self.block_size, self._most_tokens))
         share = SeqPlan(new.seq_id, 0, len(new.token_ids), (0,), None, True)
-        self.run(new_seqs=[new], seqs=[share])
-        self.run(finished=[new.seq_id])
+        try:
+            self.run(new_seqs=[new], seqs=[share])
+        finally:
+            self.run(finished=[new.seq_id])
         for first in range(1, self.num_blocks, 256):
             last = min(first + 256, self.num_blocks)
             self.run(copies=[BlockCopy(0, i) for i in range(first, last)])
@@ -90,13 +92,22 @@ class Point:
         return self.num_decodes * self._decode_blocks(block_size) + chunk_blocks
 
     def measure(self, probe: Probe) -> list[Step]:
-        """Take the step a few times: the decodes go on, the chunk is another prompt's each time."""
+        """Take the step a few times: the decodes go on, the chunk is another prompt's each time.
+
+        Whatever happens, the runner is told that the sequences have ended."""
+        brought: list[int] = []
+        try:
+            return self._steps(probe, brought)
+        finally:
+            probe.run(finished=brought)
+
+    def _steps(self, probe: Probe, brought: list[int]) -> list[Step]:
+        """`brought` gets the sequences that the runner still knows, or might."""
         decodes = [probe.new(self.context + 1) for _ in range(self.num_decodes)]
         each = self._decode_blocks(probe.block_size)
         first = self.num_decodes * each
         table = tuple(range(first, self.num_blocks(probe.block_size)))
         found: list[Step] = []
-        last: list[int] = []
         for number in range(_STEPS + 1):
             seqs = [
                 SeqPlan(
@@ -110,16 +121,16 @@ class Point:
                 for i, new in enumerate(decodes)
             ]
             fresh = [] if number else list(decodes)
-            ended, last = last, []
+            ended = brought[self.num_decodes :]
             if self.chunk:
                 prompt = probe.new(self.start + self.chunk)
                 fresh.append(prompt)
                 seqs.append(SeqPlan(prompt.seq_id, self.start, self.chunk, table, None, True))
-                last = [prompt.seq_id]
+            brought += [new.seq_id for new in fresh]
             times = probe.run(new_seqs=fresh, seqs=seqs, finished=ended)
+            del brought[self.num_decodes : self.num_decodes + len(ended)]
             if number:
                 found.append((counts_of(StepPlan(0, seqs=seqs)), times))
-        probe.run(finished=[*last, *(new.seq_id for new in decodes)])
         return found
 
 

@@ -36,7 +36,8 @@ class Calibrate:
     out: Path = DEFAULT_OUT
     """The file to write."""
     seconds: float = 75.0
-    """Measure for about so long, after the model is loaded; at least one round after a warm-up."""
+    """Measure for about so long, after the model is loaded. A warm-up and one round are the least,
+    however long they take; how long it will be is said after the warm-up."""
     rounds: int = 7
     """Measure everything at most so many times; medians are kept."""
     json: bool = False
@@ -57,6 +58,7 @@ def main(prog: str, argv: Sequence[str]) -> int:
             max_s=args.seconds,
             max_rounds=args.rounds,
             tell=lambda text: note(f"{text}\033[K", end="\r"),
+            announce=lambda text: note(f"{text}\033[K"),
         )
         note("\033[K", end="\r")
         values = contents(llm, found)

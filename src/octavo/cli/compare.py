@@ -11,15 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.cli.flags import Hidden, flags, parse
-from octavo.cli.lab_flags import (
-    ArrivalFlags,
-    MachineFlags,
-    SimFlags,
-    TraceFlags,
-    check_engine,
-    check_warm_up,
-    told_flags,
-)
+from octavo.cli.lab_checks import check_engine, check_warm_up, told_flags
+from octavo.cli.lab_flags import ArrivalFlags, MachineFlags, SimFlags, TraceFlags
 from octavo.config import KVPolicy
 from octavo.errors import ConfigError
 from octavo.lab.config import POLICIES
@@ -90,7 +83,7 @@ def main(prog: str, argv: Sequence[str]) -> int:
 
     print(tables(found, _bytes_per_token(args.machine)))
     if trace.num_skipped:
-        print(f"{trace.num_skipped:,} requests or lines of {trace.name} were left out")
+        print(f"{args.requests.left_out(trace)} of {trace.name} left out")
     try:
         if args.plots is not None:
             from octavo.lab.plots_compare import draw
@@ -166,7 +159,7 @@ def _compared(args: Compare, config: SimConfig, trace: Trace, first: Workload) -
             lambda rate: _workload_at(args, rate, trace).requests,
             config,
             lambda policy: args.machine.step_costs(
-                config.block_size if policy == "paged" else None
+                config.block_size, in_one_piece=policy != "paged"
             ),
             policies=args.policies,
             rates=rates,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo import __version__
 from octavo.cli.flags import Bytes, flags
 from octavo.config import KVPolicy, PreemptionMode, PreemptionVictim, SchedulingPolicy
 from octavo.errors import ConfigError, TokenizerError
@@ -18,13 +16,14 @@ from octavo.lab.workload import Arrival, Workload, load_trace, make_workload
 from octavo.util import flag_name
 
 if TYPE_CHECKING:
+    from octavo.lab.calibrated import CalibratedCosts
     from octavo.lab.costs import StepCosts
     from octavo.lab.gpus import Gpu, PoolSize
     from octavo.lab.shapes import ModelShape
     from octavo.lab.trace import Trace
 
 DEFAULT_MAX_MODEL_LEN = 2048
-_MOST = 10**8
+_MOST = 10**7
 """Of anything that is counted: what would not fit into this machine's memory is a slip."""
 
 
@@ -54,6 +53,11 @@ class TraceFlags:
     """tokenizer.json, or the folder that has one: counts the tokens of ShareGPT texts."""
     seed: int = 0
     """Of everything that is drawn: lengths, arrivals, priorities."""
+
+    def left_out(self, trace: Trace) -> str:
+        """`5 requests`: what was passed over, in words; empty if nothing was."""
+        kinds = "requests or lines" if self.skip_bad_lines else "requests"
+        return f"{trace.num_skipped:,} {kinds}" if trace.num_skipped else ""
 
     def load(self) -> Trace:
         """The trace. Raises `TraceError`, `ConfigError`, `TokenizerError`."""
@@ -186,7 +190,7 @@ class MachineFlags:
 
     def check_split(self) -> None:
         """Refuse several GPUs where no model is put on any."""
-        if self.tensor_parallel_size == 1:
+        if self.tensor_parallel_size <= 1:
             return
         names_gpu = self.gpu is not None or self.gpu_memory is not None or self.costs is not None
         if self.model is None or not names_gpu:
@@ -195,23 +199,37 @@ class MachineFlags:
                 "or drop it"
             )
 
-    def step_costs(self, block_size: int | None) -> StepCosts:
-        """The cost model. block_size None: K and V in one piece, as before paging.
+    def calibration(self) -> CalibratedCosts | None:
+        """What --costs names a file of, if any. `ConfigError` if it is of another --model too."""
+        from octavo.lab.calibrated import CalibratedCosts
 
-        Raises `ConfigError` and what else is wrong with a model, a GPU or a file.
-        """
+        name = self.costs or ""
+        if not (Path(name).is_file() or Path(name).name != name or name.endswith(".json")):
+            return None
+        costs = CalibratedCosts.load(name)
+        if self.model is not None:
+            costs.check_model(self.shape())
+        return costs
+
+    def step_costs(self, block_size: int, *, in_one_piece: bool = False) -> StepCosts:
+        """The cost model for blocks of a size. in_one_piece: K and V are read so, as before paging.
+
+        Raises `ConfigError` and what else is wrong with a model, a GPU or a file."""
         from octavo.lab.costs import FixedCosts
 
         self._check_numbers()
         name = self.gpu if self.costs is None else self.costs
         if name is None or name.partition(":")[0] == "fixed":
             self._check_software("fixed costs have none")
-            return FixedCosts() if name in (None, "fixed") else _fixed(name)
-        if Path(name).is_file() or Path(name).name != name or name.endswith(".json"):
-            from octavo.lab.calibrated import CalibratedCosts
+            return FixedCosts() if name in (None, "fixed") else FixedCosts.parse(name)
+        measured = self.calibration()
+        if measured is not None:
+            from octavo.lab.tuner import ResizedCosts
 
             self._check_software("what was measured has its own")
-            return CalibratedCosts.load(name)
+            if measured.block_size == block_size:
+                return measured
+            return ResizedCosts(measured, block_size, base=measured.block_size)
         from octavo.lab.gpus import find_gpu, find_software
         from octavo.lab.roofline import RooflineCosts
 
@@ -220,7 +238,8 @@ class MachineFlags:
             self.shape(),
             gpu,
             num_gpus=self.tensor_parallel_size,
-            block_size=block_size,
+            block_size=None if in_one_piece else block_size,
+            copied_tokens=block_size,
             software=find_software(self.software),
         )
 
@@ -350,51 +369,3 @@ def token_counter(path: Path) -> Tokenize:
     except Exception as error:  # the library raises nothing narrower
         raise TokenizerError(f"--tokenizer {file}: {error}") from None
     return lambda text: len(tokenizer.encode(text).ids)
-
-
-def check_warm_up(warm_up_s: float) -> None:
-    """Raises `ConfigError`."""
-    if not 0 <= warm_up_s < float("inf"):
-        raise ConfigError(f"--warm-up must be at least 0 seconds, got {warm_up_s:g}")
-
-
-def check_engine(engine: SimFlags, policies: Sequence[KVPolicy], arrivals: ArrivalFlags) -> None:
-    """Refuse flags that would do nothing together under any of these policies (invariant I6)."""
-    if "paged" not in policies:
-        for name in ("enable_prefix_caching", "num_host_blocks"):
-            if getattr(engine, name):
-                listed = ", ".join(policies)
-                raise ConfigError(f"{flag_name(name)} is for the policy paged, not {listed}")
-    if engine.preemption_mode == "swap" and not engine.num_host_blocks:
-        raise ConfigError("--preemption-mode swap needs --num-host-blocks to swap to")
-    looked_at = (engine.scheduling_policy, engine.preemption_victim)
-    if arrivals.priorities and "priority" not in looked_at:
-        raise ConfigError("--priorities needs --scheduling-policy priority: nobody looks at them")
-
-
-def told_flags(requests: TraceFlags, workload: Workload) -> dict[str, Any]:
-    """What a simulation can be repeated by, beside its engine, as JSON."""
-    return {
-        "version": __version__,
-        "trace": requests.trace,
-        "seed": requests.seed,
-        "workload": workload.about,
-        "arrival": workload.arrival,
-        "concurrency": workload.concurrency,
-    }
-
-
-def _fixed(text: str) -> StepCosts:
-    """`fixed:0.04,0.0002`."""
-    from octavo.lab.costs import FixedCosts
-
-    try:
-        step_s, token_s = (float(part) for part in text.partition(":")[2].split(","))
-    except ValueError:
-        step_s = token_s = -1.0
-    if not (0 <= step_s < float("inf") and 0 <= token_s < float("inf") and step_s + token_s > 0):
-        raise ConfigError(
-            f"--costs {text}: write fixed:STEP,TOKEN, two numbers of seconds that are not both 0, "
-            "such as fixed:0.04,0.0002"
-        )
-    return FixedCosts(step_s, token_s)

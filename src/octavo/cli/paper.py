@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -59,14 +60,14 @@ def main(prog: str, argv: Sequence[str]) -> int:
         print(lengths, file=sys.stderr if args.json else sys.stdout)
     results = _run(args, workloads)
     took_s = time.perf_counter() - began
-    if args.report is not None:
-        _write_report(args.report, results, workloads, took_s)
-        print(f"report: {args.report}", file=sys.stderr)
     if args.json:
         print(json.dumps([row.as_dict() for result in results for row in result.rows]))
     else:
         _print_tables(results)
         print(f"\n{took_s:.0f} s")
+    if args.report is not None:  # last: what was found is printed even if this fails
+        _write_report(args.report, results, workloads, took_s)
+        print(f"report: {args.report}", file=sys.stderr)
     return 0
 
 
@@ -79,8 +80,11 @@ def _check(args: Paper) -> None:
     from octavo.lab.plots import require_matplotlib
 
     require_matplotlib()
-    if args.report.is_dir() or not args.report.absolute().parent.is_dir():
+    folder = args.report.absolute().parent
+    if args.report.is_dir() or not folder.is_dir():
         raise ConfigError(f"--report {args.report}: not a file in a folder that exists")
+    if not os.access(args.report if args.report.exists() else folder, os.W_OK):
+        raise ConfigError(f"--report {args.report}: no permission to write there")
 
 
 def _run(args: Paper, workloads: Workloads) -> list[FigureResult]:

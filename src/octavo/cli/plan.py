@@ -15,7 +15,7 @@ from octavo.lab.config import Router
 if TYPE_CHECKING:
     from octavo.lab.machine import Machine
     from octavo.lab.plan_report import Plan
-    from octavo.lab.planner import PlanOptions
+    from octavo.lab.search import PlanOptions
     from octavo.lab.trace import Trace
 
 
@@ -56,12 +56,12 @@ class PlanCommand:
     router: Router = "round-robin"
     """Which replica a request goes to: the next, the least loaded, or the one that holds most of
     its prompt. The search assumes the next one; the check has this one."""
-    simulated_requests: int = 1000
-    """Requests of a replica in each simulation, more where many are in flight; the whole is the
-    busiest stretch of the trace that has enough of them."""
-    time_limit: float = 30.0
-    """Seconds of computing after which no further changes are tried; the answer itself takes what
-    it takes."""
+    simulated_requests: int | None = None
+    """Requests of a replica in each simulation; by default about 1,000, fewer of long ones. The
+    whole is the busiest stretch of the trace that has enough of them."""
+    time_limit: float = 45.0
+    """Seconds of computing that are to be enough. Where they are not, the answer says what it is
+    less sure of."""
     json: bool = False
     """End with one line of JSON."""
     requests: TraceFlags
@@ -96,8 +96,8 @@ def _machine(args: PlanMachine) -> Machine:
 
 
 def _options(args: PlanCommand) -> PlanOptions:
-    from octavo.lab.planner import PlanOptions
-    from octavo.lab.slo import Slo
+    from octavo.lab.search import PlanOptions
+    from octavo.lab.trials import Slo
 
     for name in ("block_size", "max_model_len", "simulated_requests"):
         value = getattr(args, name)

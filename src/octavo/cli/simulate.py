@@ -9,15 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.cli.flags import flags, parse
-from octavo.cli.lab_flags import (
-    ArrivalFlags,
-    MachineFlags,
-    SimFlags,
-    TraceFlags,
-    check_engine,
-    check_warm_up,
-    told_flags,
-)
+from octavo.cli.lab_checks import check_engine, check_warm_up, told_flags
+from octavo.cli.lab_flags import ArrivalFlags, MachineFlags, SimFlags, TraceFlags
 from octavo.errors import ConfigError
 from octavo.util import flag_name
 
@@ -58,7 +51,9 @@ def main(prog: str, argv: Sequence[str]) -> int:
     args = parse(Simulate, prog, argv)
     _check(args)
     config = args.engine.config(args.machine)
-    costs = args.machine.step_costs(_read_in_blocks(config))
+    # kernels read K and V block by block under paging only
+    in_one_piece = config.kv_policy != "paged"
+    costs = args.machine.step_costs(config.block_size, in_one_piece=in_one_piece)
     trace = args.requests.load()
     workload = args.arrivals.workload(trace, args.requests.num_requests, args.requests.seed)
     result = _simulated(args, workload, config, costs)
@@ -66,7 +61,7 @@ def main(prog: str, argv: Sequence[str]) -> int:
     from octavo.lab.summary import Summary
 
     summary = Summary.of(result, config, args.warm_up)
-    print(_head(workload, config, costs, trace.num_skipped))
+    print(_head(workload, config, costs, args.requests.left_out(trace)))
     if args.engine.num_blocks is None:
         print(f"\n{args.machine.pool(args.engine)}")
     print(f"\n{summary}")
@@ -92,11 +87,6 @@ def _check(args: Simulate) -> None:
     check_engine(args.engine, (args.engine.kv_policy,), args.arrivals)
 
 
-def _read_in_blocks(config: SimConfig) -> int | None:
-    """Kernels read K and V block by block under paging only."""
-    return config.block_size if config.kv_policy == "paged" else None
-
-
 def _simulated(
     args: Simulate, workload: Workload, config: SimConfig, costs: StepCosts
 ) -> SimResult:
@@ -116,12 +106,12 @@ def _simulated(
         )
 
 
-def _head(workload: Workload, config: SimConfig, costs: StepCosts, num_skipped: int) -> str:
+def _head(workload: Workload, config: SimConfig, costs: StepCosts, left_out: str) -> str:
     """What was simulated."""
     num_slots = config.num_blocks * config.block_size
     replicas = f"{config.num_replicas} x " if config.num_replicas > 1 else ""
     lines = [
-        workload.about + (f" ({num_skipped:,} requests or lines left out)" if num_skipped else ""),
+        workload.about + (f" ({left_out} left out)" if left_out else ""),
         f"{costs.name}",
         f"{replicas}{config.num_blocks:,} blocks x {config.block_size} = {num_slots:,} tokens, "
         f"{config.kv_policy}, prefix caching {'on' if config.enable_prefix_caching else 'off'}, "

@@ -15,7 +15,6 @@ from octavo.lab.config import Router
 
 if TYPE_CHECKING:
     from octavo.lab.config import SimConfig
-    from octavo.lab.costs import StepCosts
     from octavo.lab.slices import Slice
     from octavo.lab.tuner import Place, Tuning
 
@@ -52,8 +51,9 @@ class TuneCommand:
     measure: str | None = None
     """Measure decoding with blocks of each size on this machine, with this model (a folder, a .gguf
     file, a hub name); needs --costs FILE of the same machine for everything else."""
-    simulated_requests: int = 1000
-    """Requests of a simulation: the busiest stretch of the trace that has so many."""
+    simulated_requests: int | None = None
+    """Requests of a simulation: the busiest stretch of the trace that has so many. By default
+    1,000, fewer where prompts are long."""
     measure_host: bool = True
     """Also time the scheduler and the memory manager on this machine."""
     json: bool = False
@@ -71,16 +71,23 @@ def main(prog: str, argv: Sequence[str]) -> int:
     config = args.engine.config(args.machine)
     costs = args.machine.step_costs(config.block_size)
     part, about, saturated = _part(args)
-    extra = {} if args.measure is None else _measured(args, args.measure, costs)
+    extra = {} if args.measure is None else _measured(args, args.measure)
     tuning = _tuned(args, config, part, extra, saturated)
 
     from octavo.lab.tune_report import report
+    from octavo.lab.tuner import REQUESTS
 
     slots = config.num_blocks * config.block_size
     pool = f"pool of {slots:,} tokens; {costs.name}"
     if args.measure is not None:
         pool += f"; decoding by block size measured here with {args.measure}"
     print(report(tuning, f"{about}; {part}", pool))
+    wanted = min(REQUESTS, part.num_all)
+    if args.simulated_requests is None and len(part.requests) < wanted:
+        print(
+            f"  less sure: prompts are long, so only {len(part.requests):,} requests were "
+            "simulated with each size (--simulated-requests)"
+        )
     if args.json:
         values = {"workload": about, "slice": str(part), "num_slots": slots, "costs": costs.name}
         print(json.dumps(values | tuning.as_dict()))
@@ -90,7 +97,7 @@ def main(prog: str, argv: Sequence[str]) -> int:
 def _check(args: TuneCommand) -> None:
     if not args.block_sizes or min(args.block_sizes) < 1:
         raise ConfigError(f"--block-sizes must be at least 1 each, got {args.block_sizes}")
-    if args.simulated_requests < 2:
+    if args.simulated_requests is not None and args.simulated_requests < 2:
         raise ConfigError(f"--simulated-requests must be at least 2, got {args.simulated_requests}")
     if args.arrivals.concurrency is not None:
         raise ConfigError(
@@ -114,18 +121,24 @@ def _part(args: TuneCommand) -> tuple[Slice, str, bool]:
     from dataclasses import replace
 
     from octavo.lab.slices import Slice, busiest
+    from octavo.lab.tuner import affordable
 
     trace = args.requests.load()
     workload = args.arrivals.workload(trace, None, args.requests.seed)
     requests = list(workload.requests)
     times = {request.arrival_s for request in requests}
+    tokens = workload.block_tokens
+    num = args.simulated_requests
+    if num is None:
+        whole = Slice(requests, 0, len(requests), 1.0, 1.0, tokens)
+        prefixes = args.engine.enable_prefix_caching and whole.has_prefixes
+        num = affordable(whole, args.block_sizes, prefixes)
     if times - {None, 0.0}:
-        num, tokens = args.simulated_requests, workload.block_tokens
         part = busiest(requests, num, rate=args.arrivals.rate, block_tokens=tokens)
         return part, workload.about, False
-    chosen = [replace(r, arrival_s=0.0) for r in requests[: args.simulated_requests]]
+    chosen = [replace(r, arrival_s=0.0) for r in requests[:num]]
     rate = float(len(chosen))
-    part = Slice(chosen, 0, len(requests), rate, rate, workload.block_tokens)
+    part = Slice(chosen, 0, len(requests), rate, rate, tokens)
     return part, workload.about, True
 
 
@@ -154,32 +167,32 @@ def _tuned(
 
 def _place(args: TuneCommand, config: SimConfig, extra: dict[int, float]) -> Place:
     """The same bytes, and costs for blocks of a size."""
-    from octavo.lab.calibrated import CalibratedCosts
     from octavo.lab.capacity import Placement
     from octavo.lab.tuner import ResizedCosts
 
+    measured = args.machine.calibration()
     has_model = args.machine.model is not None
     token_bytes = args.machine.shape().kv_bytes_per_token if has_model else 1
     pool_bytes = config.num_blocks * config.block_size * token_bytes
 
     def place(size: int) -> Placement:
-        costs: StepCosts = args.machine.step_costs(size)
-        if isinstance(costs, CalibratedCosts):
+        costs = args.machine.step_costs(size)
+        if measured is not None:
             more_s = extra.get(size, 0.0)
-            costs = ResizedCosts(costs, size, base=costs.block_size, extra_token_s=more_s)
+            costs = ResizedCosts(measured, size, base=measured.block_size, extra_token_s=more_s)
         return Placement(num_gpus=1, costs=costs, pool_bytes=pool_bytes, token_bytes=token_bytes)
 
     return place
 
 
-def _measured(args: TuneCommand, model: str, costs: StepCosts) -> dict[int, float]:
+def _measured(args: TuneCommand, model: str) -> dict[int, float]:
     """Seconds a token of context, by block size, beyond what the calibration's took."""
     from octavo.bench.block_size import measure_decode
     from octavo.cli.start import note, start_engine
     from octavo.config import EngineConfig
-    from octavo.lab.calibrated import CalibratedCosts
 
-    assert isinstance(costs, CalibratedCosts), "checked"
+    costs = args.machine.calibration()
+    assert costs is not None, "checked"
     batch, context, steps, usual = 16, 512, 32, costs.block_size
     seconds = measure_decode(
         EngineConfig(model=model),

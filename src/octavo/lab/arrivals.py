@@ -125,10 +125,10 @@ def _gamma_times(rate: float, cv: float, seed: int) -> Iterator[float]:
 def _timed(
     requests: Iterable[TraceRequest], times: Iterable[float | None]
 ) -> Iterator[TraceRequest]:
-    """With these times, and no others: sessions' pauses go, an arrival process decides alone."""
+    """With these times, and no others: sessions go, an arrival process decides alone."""
     for request, arrival_s in zip(requests, times, strict=False):
-        if request.arrival_s != arrival_s or request.think_s is not None:
-            request = dataclasses.replace(request, arrival_s=arrival_s, think_s=None)
+        if request.arrival_s != arrival_s or request.session:
+            request = dataclasses.replace(request, arrival_s=arrival_s, session="", think_s=None)
         yield request
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from octavo.errors import ConfigError
 from octavo.lab.costs import StepShape
 from octavo.lab.fit import Constants, Line, Residual, as_constants, as_dict, fit
+from octavo.lab.shapes import ModelShape
 
 FORMAT = "octavo calibration"
 VERSION = 1
@@ -23,14 +24,14 @@ class CalibratedCosts:
 
     A step takes base + tokens (piecewise linear) + samples (piecewise linear) + attention of
     prompts, by pairs, and of decodes, by tokens read + what the host takes, for the step, its
-    sequences and its prompts, all that times what is held up now and then, + copies.
+    sequences, its prompts and their tokens, all that times what is held up now and then, + copies.
     """
 
     def __init__(self, constants: Constants, name: str, about: Mapping[str, Any]) -> None:
         self.constants = constants
         self._name = name
         self.about = about
-        """What was measured: model, dtype, block_size, num_threads, machine, date."""
+        """What was measured: model, dtype, block_size, num_threads, machine, date, block_bytes."""
         self._tokens = _Curve(constants.tokens)
         self._samples = _Curve(constants.samples)
         self._step_s = constants.base_s + constants.host_step_s
@@ -44,7 +45,22 @@ class CalibratedCosts:
     @property
     def block_size(self) -> int:
         """Tokens of a block that copies were measured with."""
-        return int(self.about["block_size"])
+        size: int = self.about["block_size"]
+        return size
+
+    def check_model(self, shape: ModelShape) -> None:
+        """Raises `ConfigError` where a model's KV is not of the size of what was measured. A file
+        that does not tell is taken for the right one."""
+        block_bytes = self.about.get("block_bytes")
+        if not block_bytes:
+            return
+        measured, asked = block_bytes / self.block_size, shape.kv_bytes_per_token
+        if measured != asked:
+            raise ConfigError(
+                f"--costs is a calibration of {self.about['model']} in {self.about['dtype']}, "
+                f"whose tokens take {measured:,.0f} B of KV; those of {shape.name} take {asked:,} "
+                "B: measure that model with 'octavo lab calibrate', or name the same with --model"
+            )
 
     @classmethod
     def load(cls, path: str | Path) -> CalibratedCosts:
@@ -60,7 +76,7 @@ class CalibratedCosts:
             raise ConfigError(_no_calibration(path, "it is not text")) from error
         try:
             values = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(_no_calibration(path, f"it is not JSON: {error}")) from error
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise ConfigError(_no_calibration(path, f'it does not say "format": "{FORMAT}"'))
@@ -79,8 +95,12 @@ class CalibratedCosts:
     def of(cls, values: Mapping[str, Any]) -> CalibratedCosts:
         """From the contents of such a file. Raises `KeyError`, `TypeError` or `ValueError`."""
         about = {name: values[name] for name in _ABOUT}
+        size = about["block_size"]
+        if type(size) is not int or size < 1:
+            raise ValueError(f"block_size must be a number of tokens, at least 1, got {size!r}")
         machine = about["machine"].get("cpu") or "a machine"
         name = f"{about['model']} in {about['dtype']}, measured on {machine} on {about['date']}"
+        about["block_bytes"] = values.get("block_bytes")
         return cls(as_constants(values["constants"]), name, about)
 
     def step_s(self, shape: StepShape) -> float:
@@ -91,6 +111,7 @@ class CalibratedCosts:
         if num_prefill:
             total += (
                 found.prompt_step_s
+                + num_prefill * found.host_token_s
                 + shape.num_prompts * self._prompt_s
                 + shape.prefill_context * found.prefill_context_s
             )
@@ -180,6 +201,7 @@ def residuals(costs: CalibratedCosts, rows: Sequence[Mapping[str, Any]]) -> list
             seqs = shape.num_decodes + shape.num_prompts
             predicted -= found.host_step_s + seqs * found.host_seq_s
             predicted -= shape.num_prompts * found.host_prompt_s
+            predicted -= shape.num_prefill_tokens * found.host_token_s
             measured = float(row["compute_s"])
         else:  # copies
             predicted -= found.host_step_s * found.jitter

@@ -17,6 +17,7 @@ from octavo.util import cdiv, human_bytes
 
 MAX_BATCH = 4096
 """Sequences; what no engine runs at a time."""
+_LEAST_IDLE = 0.02
 WATERMARK = 0.01
 """Of the pool, kept free when admitting (`SimConfig.watermark`)."""
 
@@ -59,14 +60,18 @@ class Load:
     """Length of a sequence that is found in the batch at a random time: long outputs stay longer,
     so this is the mean of prompt + output / 2, weighted by output."""
 
+    computed: float
+    """Of the prompt, what is computed: what is left if all that prompts share is kept."""
+
     @classmethod
-    def of(cls, part: Slice) -> Load:
-        """The means of a slice."""
+    def of(cls, part: Slice, prefixes: bool = False) -> Load:
+        """The means of a slice. prefixes: whether prompts are found again."""
+        computed = sum(part.new_tokens()) / len(part.requests) if prefixes else part.mean_input
         requests = part.requests
         outputs = sum(r.num_output * num_seqs(r) for r in requests)
         seqs = sum(num_seqs(r) for r in requests)
         held = sum(num_seqs(r) * r.num_output * (r.num_input + r.num_output / 2) for r in requests)
-        return cls(part.mean_input, outputs / seqs, seqs / len(requests), held / outputs)
+        return cls(part.mean_input, outputs / seqs, seqs / len(requests), held / outputs, computed)
 
     def decodes(self, batch: float) -> StepShape:
         """A step in which a batch decodes, and nothing else."""
@@ -75,8 +80,8 @@ class Load:
     def mixed(self, batch: float, prompts: float) -> StepShape:
         """The same with so many prompts beside it."""
         return self.decodes(batch)._replace(
-            num_prefill_tokens=round(prompts * self.input),
-            prefill_context=round(prompts * self.input * (self.input + 1) / 2),
+            num_prefill_tokens=round(prompts * self.computed),
+            prefill_context=round(prompts * self.computed * (self.input - (self.computed - 1) / 2)),
             num_samples=round(batch + prompts),
             num_prompts=max(1, round(prompts)),
         )
@@ -112,13 +117,15 @@ class Capacity:
     """Of that batch."""
     rate: float
     """Requests a second that it serves."""
+    likely_rate: float
+    """A guess: less of it, the more of the TTFT a long prompt takes by itself, for nobody may be in
+    its way then."""
     alone_tpot_s: float
     """A step of one sequence: no TPOT is shorter."""
     alone_ttft_s: float
     """A step of the prompt at the SLO's percentile alone: no TTFT is shorter."""
     prefixes: bool = False
-    """Whether prompts are found again: then the batch may be larger, and the rate higher, than the
-    means say."""
+    """Whether prompts are found again: then more sequences fit than the means say."""
 
     def least(self, rate: float) -> int:
         """Replicas without which `rate` requests a second cannot be served."""
@@ -135,14 +142,15 @@ def capacity_of(
     placement: Placement,
     part: Slice,
     *,
+    ttft_s: float,
     tpot_s: float,
     percentile: float,
     block_size: int,
     prefixes: bool = False,
 ) -> Capacity:
-    """By the means of a slice. Of what prompts share only `alone_ttft_s` knows: it is what is left
-    to compute if everything is kept."""
-    load, costs = Load.of(part), placement.costs
+    """By the means of a slice. Where prompts are found again they are computed as if all that they
+    share were kept, and held as if nothing were."""
+    load, costs = Load.of(part, prefixes), placement.costs
     by_memory = int(placement.num_slots * (1 - WATERMARK) / load.slots(block_size))
     by_tpot = _largest(MAX_BATCH, lambda b: load.step_s(costs, b) <= tpot_s)
     batch = min(by_memory, by_tpot)
@@ -154,6 +162,8 @@ def capacity_of(
     )
     prompt, pairs_at = pairs[min(len(pairs) - 1, cdiv(len(pairs) * int(percentile * 10), 1000))]
     context = round(load.context)
+    alone_ttft_s = costs.step_s(StepShape(prompt, pairs_at, 0, 0, 1, num_prompts=1))
+    rate = batch / (load.output * load.seqs * step_s)
     return Capacity(
         placement=placement,
         load=load,
@@ -162,11 +172,10 @@ def capacity_of(
         by_tpot=by_tpot,
         batch=batch,
         step_s=step_s,
-        rate=batch / (load.output * load.seqs * step_s),
+        rate=rate,
+        likely_rate=rate * max(_LEAST_IDLE, 1 - alone_ttft_s / ttft_s),
         alone_tpot_s=costs.step_s(StepShape(0, 0, 1, context, 1)),
-        alone_ttft_s=costs.step_s(
-            StepShape(prompt, pairs_at, 0, 0, 1, num_prompts=1)
-        ),
+        alone_ttft_s=alone_ttft_s,
         prefixes=prefixes,
     )
 
@@ -189,12 +198,13 @@ def arithmetic(found: Capacity, rate: float, num_replicas: int, tpot_s: float) -
     share = rate / num_replicas
     flight = found.in_flight(share)
     step_s = load.step_s(placement.costs, max(1, flight))
-    shared = "; what prompts share is left out here, and found in the simulations"
+    shared = "; what prompts share is held once in the simulations, but not here"
+    computed = f" ({load.computed:,.0f} of it new)" * found.prefixes
     return [
         *placement.arithmetic,
         f"pool: {human_bytes(placement.pool_bytes)} / {placement.token_bytes:,} B a token = "
         f"{placement.num_slots:,} tokens = {placement.num_blocks(size):,} blocks of {size}",
-        f"workload, means: prompt {load.input:,.0f}, output {load.output:,.0f} tokens"
+        f"workload, means: prompt {load.input:,.0f}{computed}, output {load.output:,.0f} tokens"
         + (f", {load.seqs:.3g} sequences a request" if load.seqs > 1 else "")
         + f"; a sequence in the batch holds {load.context:,.0f} tokens "
         f"+ {size} / 2 = {load.slots(size):,.0f} slots",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+from octavo.errors import ConfigError
+
 
 class StepShape(NamedTuple):
     """What decides how long a step takes. Sums over its sequences."""
@@ -51,6 +53,20 @@ class FixedCosts:
     def __init__(self, step_s: float = 0.04, token_s: float = 2e-4, block_s: float = 1e-4) -> None:
         self._step_s, self._token_s, self._block_s = step_s, token_s, block_s
         self.name = f"fixed: {1e3 * step_s:g} ms a step and {1e3 * token_s:g} ms a token"
+
+    @classmethod
+    def parse(cls, text: str) -> FixedCosts:
+        """`fixed:0.04,0.0002`: seconds a step and seconds a token. Raises `ConfigError`."""
+        try:
+            step_s, token_s = (float(part) for part in text.removeprefix("fixed:").split(","))
+        except ValueError:
+            step_s = token_s = -1.0
+        if not (min(step_s, token_s) >= 0 and 0 < step_s + token_s < float("inf")):
+            raise ConfigError(
+                f"--costs {text}: write fixed:STEP,TOKEN, two numbers of seconds that are not both "
+                "0, such as fixed:0.04,0.0002"
+            )
+        return cls(step_s, token_s)
 
     def step_s(self, shape: StepShape) -> float:
         """See `StepCosts.step_s`."""

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from functools import partial
 
 from octavo.errors import CapacityError
+from octavo.lab.capacity import cdiv_up
 from octavo.lab.config import SimConfig
 from octavo.lab.costs import StepCosts, StepShape
 from octavo.lab.limits import (
     FURTHER,
     LOADS,
+    NUM_QUESTIONS,
     Change,
     Limit,
     Limits,
@@ -20,11 +22,13 @@ from octavo.lab.limits import (
     why,
 )
 from octavo.lab.machine import Machine
-from octavo.lab.planner import Answer, PlanOptions
+from octavo.lab.search import Answer, PlanOptions
 from octavo.lab.slices import Slice
 from octavo.lab.trials import ScaledCosts, Trial, Trials
 from octavo.util import cdiv
 
+BASE, ASK = 0.75, 0.9
+"""Shares of the time after which it is not asked any longer how much more is served, and why."""
 SWAP_BYTES = 16 * 2**30
 """Host memory that is proposed for a replica."""
 
@@ -44,10 +48,13 @@ class Examiner:
 
     def limits(self) -> Limits:
         """Everything."""
-        guess = self.answer.capacity.rate * self.answer.num_replicas / self.trials.part.rate
-        first = max(1, sum(load <= guess for load in LOADS))
-        self._base = self._highest("as it is", self.config, self.costs, -1, keep=True, first=first)
-        worst, base = self._worst, LOADS[max(0, self._base)]
+        capacity, num = self.answer.capacity, self.answer.num_replicas
+        guess = 1.0  # where the means were too hopeful there is little to spare
+        if num <= cdiv_up(self.trials.part.rate, capacity.rate):
+            guess = capacity.rate * num / self.trials.part.rate
+        first = max(1, sum(load <= guess for load in LOADS) - 1)
+        self._base = self._highest("as it is", self.config, self.costs, 0, keep=True, first=first)
+        worst = self._worst
         assert worst is not None, "some load was tried"
         waiting = self._waiting(worst)
         is_idle = self._base == len(LOADS) - 1
@@ -57,11 +64,14 @@ class Examiner:
         gains = {q.name: q.gain for q in questions}
         limit: Limit = "nothing"
         changes, untried = list[Change](), list[str]()
-        if not is_idle:
+        if len(questions) == NUM_QUESTIONS:
             limit = limit_of(gains, prefill, service.missed_ttft > service.missed_tpot)
+        elif not is_idle:
+            limit = "not examined"
+        if not is_idle:
             changes, untried = self._changes(waiting)
         return Limits(
-            load=base if self._base >= 0 else 0.0,
+            load=LOADS[self._base],
             limit=limit,
             why=why(limit, gains, prefill),
             waiting=waiting,
@@ -89,27 +99,30 @@ class Examiner:
         seats = 2 * config.max_num_seqs
         budget = max(config.max_num_batched_tokens, seats)
         seated = config.replace(max_num_seqs=seats, max_num_batched_tokens=budget)
-        base = LOADS[max(0, self._base)]
-        found = []
+        base = LOADS[self._base]
+        asked: list[tuple[str, SimConfig, StepCosts, Slice | None]] = []
+        found = list[Change]()
         if waiting.mean * waiting.memory > 0 or num_preemptions:
-            found.append(self._change("twice the memory", "", more, costs))
+            asked.append(("twice the memory", more, costs, None))
         else:
             found.append(Change("twice the memory", "", base, 0.0))
         if waiting.mean * waiting.seats > 0:
-            found.append(self._change("twice the seats", "", seated, costs))
+            asked.append(("twice the seats", seated, costs, None))
         else:
             found.append(Change("twice the seats", "", base, 0.0))
-        return [
-            *found,
-            self._change("even arrivals", "", config, costs, part=self.part.evenly()),
-            self._change("twice the compute", "", config, ScaledCosts(costs, 0.5)),
-        ]
+        asked.append(("even arrivals", config, costs, self.part.evenly()))
+        asked.append(("twice the compute", config, ScaledCosts(costs, 0.5), None))
+        for name, changed, model, part in asked:
+            if self.trials.spent(ASK):
+                break
+            found.append(self._change(name, "", changed, model, part))
+        return found
 
     def _changes(self, waiting: Waiting) -> tuple[list[Change], list[str]]:
         """What a user can do, each tried where there is time."""
         done, untried = [self._one_more()], list[str]()
         for name, make in self._proposals(waiting):
-            if self.trials.late:
+            if self.trials.spent():
                 untried.append(name)
             elif (change := make()) is not None:
                 done.append(change)
@@ -168,7 +181,7 @@ class Examiner:
         """Replicas under a router share evenly, so this is arithmetic."""
         answer = self.answer
         num, gpus = answer.num_replicas, answer.placement.num_gpus
-        load = LOADS[max(0, self._base)] * (num + 1) / num
+        load = LOADS[self._base] * (num + 1) / num
         name = "one more GPU" if gpus == 1 else f"one more replica ({gpus} GPUs)"
         return Change(name, f"{num + 1} replicas", load, 1 / num, note="by arithmetic")
 
@@ -199,8 +212,9 @@ class Examiner:
     ) -> Change:
         base = self._base
         reached = self._highest(name, config, costs, base, part)
-        load, before = LOADS[max(0, reached)], LOADS[max(0, base)]
-        return Change(name, flags, load, load / before - 1, reached == _end(base) - 1)
+        is_least = reached == _end(base) - 1 or (reached > base and self.trials.spent())
+        gain = LOADS[reached] / LOADS[base] - 1
+        return Change(name, flags, LOADS[reached], gain, is_least)
 
     def _highest(
         self,
@@ -219,12 +233,16 @@ class Examiner:
         part = part or self.part
         end = len(LOADS) if keep else _end(kept)
         low, high, step = kept, end, first
+        num_tried = 0
         while high - low > 1:
+            if num_tried and self.trials.spent(BASE if keep else 1.0):
+                break
+            num_tried += 1
             place = min(low + step, high - 1) if high == end else (low + high) // 2
             what = f"{name}, {LOADS[place]:g} x the rate"
             trial = self.trials.run(what, part.at_rate(part.rate * LOADS[place]), config, costs)
             if trial.service.ok:
-                low, step = place, (1 if step == first > 1 else 2 * step)
+                low, step = place, (1 if step == first > 1 else min(3, 2 * step))
             else:
                 high = place
             if keep and (not trial.service.ok or self._worst is None or self._worst.service.ok):
@@ -251,5 +269,5 @@ class Examiner:
 
 def _end(base: int) -> int:
     """Behind the last place in `LOADS` that is tried where that at `base` is served already."""
-    most = FURTHER * LOADS[max(0, base)]
+    most = FURTHER * LOADS[base]
     return min(len(LOADS), max(base + 2, sum(load <= most for load in LOADS)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
+from math import sqrt
 from typing import Any
 
 import numpy as np
@@ -43,11 +45,13 @@ class Constants:
     host_seq_s: float
     """Of them, for each sequence..."""
     host_prompt_s: float
-    """...and for each prompt's share: admission, lookup, blocks."""
+    """...and for each prompt's share: its coming, admission, lookup, blocks..."""
+    host_token_s: float
+    """...and for each of its tokens."""
     pool_copy_s: float
     """Of a block copied inside the pool."""
     host_copy_s: float
-    """Of a block copied to or from the host."""
+    """Of a block copied to or from the host: the mean of both ways."""
     jitter: float = 1.0
     """Steps take so many times what the rest adds up to, copies apart: now and then one is held
     up, which medians do not see."""
@@ -87,12 +91,12 @@ class _Terms:
         for low, high in zip(knots, [*knots[1:], np.inf], strict=True):
             self.add(f"{name} {low}", list(np.clip(x - low, 0, high - low)))
 
-    def solve(self, seconds: Sequence[float]) -> dict[str, float]:
-        """By name what a unit takes."""
-        measured = np.asarray(seconds, dtype=np.float64)
-        table = np.stack(self.columns, axis=1) / measured[:, None]
+    def solve(self, seconds: Sequence[float], weights: Sequence[float]) -> dict[str, float]:
+        """By name what a unit takes. An error counts as a share of `seconds`, times its weight."""
+        measured, heavy = (np.asarray(v, dtype=np.float64) for v in (seconds, weights))
+        table = np.stack(self.columns, axis=1) * (heavy / measured)[:, None]
         scale = np.linalg.norm(table, axis=0)
-        found = nonnegative(table / scale, np.ones(len(measured))) / scale
+        found = nonnegative(table / scale, heavy) / scale
         return dict(zip(self.names, found.tolist(), strict=True))
 
 
@@ -134,6 +138,13 @@ def fit(rows: Sequence[Mapping[str, Any]]) -> Constants:
             f"costs to; wanted: {', '.join(_STEP_KINDS)}"
         )
 
+    for name, what in (("num_prompts", "prompts"), ("num_decodes", "decodes")):
+        if not any(row[name] for row in live):
+            raise ConfigError(
+                f"no step that was served has {what} in it: what the host does for them is not "
+                "known; measure again, with more rounds or a larger engine"
+            )
+
     def column(name: str, of: Sequence[Mapping[str, Any]] = steps) -> list[float]:
         return [float(row[name]) for row in of]
 
@@ -146,12 +157,16 @@ def fit(rows: Sequence[Mapping[str, Any]]) -> Constants:
     terms.add("decode context", column("decode_context"))
     terms.add("prefill context", column("prefill_context"))
     terms.add("prompts", column("num_prompts"))
-    model = terms.solve(column("compute_s"))
+    # Steps that were served are what is to be told: the grid is for what was not served.
+    weights = [sqrt((1 + (row["kind"] == "live")) * row["num_steps"]) for row in steps]
+    model = terms.solve(column("compute_s"), weights)
     beside = _Terms()
     beside.add("base", [1.0] * len(live))
     beside.add("seqs", [float(r["num_decodes"] + r["num_prompts"]) for r in live])
     beside.add("prompts", column("num_prompts", live))
-    host = beside.solve([r["seconds"] - r["compute_s"] - r["copy_s"] for r in live])
+    beside.add("tokens", column("num_prefill_tokens", live))
+    rest = [r["seconds"] - r["compute_s"] - r["copy_s"] for r in live]
+    host = beside.solve(rest, [sqrt(row["num_steps"]) for row in live])
     return Constants(
         base_s=model.get("base", 0.0),
         prompt_step_s=model.get("prompt step", 0.0),
@@ -163,8 +178,12 @@ def fit(rows: Sequence[Mapping[str, Any]]) -> Constants:
         host_step_s=host.get("base", 0.0),
         host_seq_s=host.get("seqs", 0.0),
         host_prompt_s=host.get("prompts", 0.0),
+        host_token_s=host.get("tokens", 0.0),
         pool_copy_s=_per_block(rows, "pool copy", "num_copied_blocks", "seconds"),
-        host_copy_s=_per_block(rows, "swap", "num_host_blocks", "copy_s"),
+        host_copy_s=sum(
+            _per_block(rows, kind, "num_host_blocks", "copy_s") for kind in ("to host", "from host")
+        )
+        / 2,
         jitter=_jitter(live),
     )
 
@@ -203,16 +222,21 @@ def as_constants(values: Mapping[str, Any]) -> Constants:
         value = values[name]
         if name in ("tokens", "samples"):
             read[name] = tuple((_number(x), _number(s)) for x, s in value)
+            starts = [x for x, _ in read[name]]
+            if starts and (starts[0] != 0 or any(a >= b for a, b in pairwise(starts))):
+                raise ValueError(f"{name} must begin at 0 and rise, got {starts}")
         else:
             read[name] = _number(value)
+    if not read["jitter"]:
+        raise ValueError("jitter must be above 0")
     return Constants(**read)
 
 
 def _number(value: Any) -> float:
-    number = float(value)
-    if not 0 <= number < float("inf"):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (is_number and 0 <= value < float("inf")):
         raise ValueError(f"{value!r} is no cost")
-    return number
+    return float(value)
 
 
 def as_dict(constants: Constants) -> dict[str, Any]:

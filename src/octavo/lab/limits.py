@@ -10,7 +10,13 @@ from octavo.lab.config import SimConfig
 from octavo.lab.results import PoolSample
 
 Limit = Literal[
-    "memory", "queue (seats)", "queue (bursts)", "compute (prefill)", "compute (decode)", "nothing"
+    "memory",
+    "queue (seats)",
+    "queue (bursts)",
+    "compute (prefill)",
+    "compute (decode)",
+    "nothing",
+    "not examined",
 ]
 LOADS = (1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
 """How many times the rate a replica is tried at: what it serves is known this finely."""
@@ -18,6 +24,7 @@ FURTHER = 2.0
 """Loads that many times what is served already are not tried: enough is known."""
 MATTERS = 0.1
 """Share of the rate that a change must bring for its resource to be what limits."""
+NUM_QUESTIONS = 4
 BESIDE_COMPUTE = 0.4
 """And share of what twice the compute brings: a batch twice as large is slower, too."""
 
@@ -48,7 +55,7 @@ class Change:
     gain: float
     """By which share that is more than without the change."""
     is_least: bool = False
-    """The load was not tried any higher: it is at least that."""
+    """The load was not tried any higher, or there was no time: it is at least that."""
     note: str = ""
 
 
@@ -118,6 +125,8 @@ def limit_of(gains: Mapping[str, float], prefill_share: float, late: bool) -> Li
 
 
 def why(limit: Limit, gains: Mapping[str, float], prefill_share: float) -> str:
+    if limit == "not examined":
+        return "no time was left to ask what would help: --time-limit gives more"
     if limit == "nothing":
         return f"the objectives are kept at {LOADS[-1]:g} times the rate, and more was not tried"
     told = ", ".join(f"{name} {gain:+.0%}" for name, gain in gains.items())

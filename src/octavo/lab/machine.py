@@ -99,6 +99,9 @@ class GpuMachine:
         )
 
 
+_NOTHING = StepShape(0, 0, 0, 0, 0)
+
+
 class HalfKVCosts:
     """The same machine with K and V in half the bytes: half as much to read and to copy."""
 
@@ -108,13 +111,16 @@ class HalfKVCosts:
 
     def step_s(self, shape: StepShape) -> float:
         """See `StepCosts.step_s`."""
+        step_s = self._costs.step_s
         halved = shape._replace(
-            decode_context=shape.decode_context // 2,
-            num_host_blocks=shape.num_host_blocks // 2,
-            num_copied_blocks=shape.num_copied_blocks // 2,
+            decode_context=shape.decode_context // 2, num_host_blocks=0, num_copied_blocks=0
         )
-        return self._costs.step_s(halved)
+        num_copies = shape.num_host_blocks, shape.num_copied_blocks
+        if not any(num_copies):
+            return step_s(halved)
+        copies_s = step_s(StepShape(0, 0, 0, 0, 0, *num_copies)) - step_s(_NOTHING)
+        return step_s(halved) + copies_s / 2
 
     def copy_s(self, num_host_blocks: int) -> float:
         """See `StepCosts.copy_s`."""
-        return self._costs.copy_s(num_host_blocks // 2)
+        return self._costs.copy_s(num_host_blocks) / 2

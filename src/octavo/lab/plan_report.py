@@ -8,9 +8,9 @@ from typing import Any
 
 from octavo.lab.capacity import arithmetic
 from octavo.lab.limits import Change, Limits
-from octavo.lab.planner import Answer, PlanOptions
+from octavo.lab.search import Answer, PlanOptions
 from octavo.lab.slices import Slice
-from octavo.lab.slo import Quantiles
+from octavo.lab.summary import Latency
 from octavo.lab.window import KINDS, pool_means, window_of
 
 _WIDTH = 100
@@ -68,6 +68,7 @@ class Plan:
             "limits": asdict(self.limits),
             "arithmetic": self.arithmetic(),
             "rejected": list(answer.rejected),
+            "doubts": list(answer.doubts),
             "num_simulations": self.num_simulations,
             "elapsed_s": self.elapsed_s,
         }
@@ -105,22 +106,30 @@ class Plan:
             f"--max-num-batched-tokens {config.max_num_batched_tokens} "
             f"--block-size {config.block_size}"
         )
-        return [f"answer: {gpus} GPU{'s' * (gpus > 1)}, {how}", f"  {flags}"]
+        lines = [f"answer: {gpus} GPU{'s' * (gpus > 1)}, {how}", f"  {flags}"]
+        for doubt in answer.doubts:
+            lines += _wrapped(f"less sure: {doubt}")
+        return lines
 
     def _check_lines(self) -> list[str]:
         answer, trial, slo = self.answer, self.answer.trial, self.options.slo
         service, num = trial.service, self.answer.num_simulated
         which = f"{num} replica{'s' * (num > 1)}"
+        if num < answer.num_replicas:
+            which = f"{num} of {answer.num_replicas} replicas"
         if num > 1:
             which += f" behind a {self.options.router} router"
-        rows = (("TTFT", service.ttft, slo.ttft_s), ("TPOT", service.tpot, slo.tpot_s))
+        rows = (
+            ("TTFT", service.ttft, service.ttft_at, slo.ttft_s),
+            ("TPOT", service.tpot, service.tpot_at, slo.tpot_s),
+        )
         lines = [
             f"check: {which}, {len(trial.part.requests):,} requests simulated",
-            f"  {'ms':8}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}"
-            f"{f'p{slo.percentile:g}':>10}{'objective':>12}",
+            f"  {'ms':8}{'mean':>10}{'p50':>10}{'p95':>10}{'p99':>10}"
+            f"{f'p{slo.percentile:g}':>14}{'objective':>14}",
         ]
-        lines += [_quantile_row(name, q, limit) for name, q, limit in rows]
-        lines.append(_quantile_row("E2E", service.e2e, None))
+        lines += [_latency_row(*row) for row in rows]
+        lines.append(_latency_row("E2E", service.e2e))
         load = self.limits.load
         spare = (
             f"and at {load:g} x the rate they are still kept"
@@ -136,7 +145,7 @@ class Plan:
             one_less = answer.num_replicas - 1
             lines.append(
                 f"  with {one_less} replica{'s' * (one_less > 1)}: p{slo.percentile:g} TTFT "
-                f"{1e3 * fewer.service.ttft.at:,.0f} ms, TPOT {1e3 * fewer.service.tpot.at:,.1f} ms"
+                f"{1e3 * fewer.service.ttft_at:,.0f} ms, TPOT {1e3 * fewer.service.tpot_at:,.1f} ms"
             )
         return lines
 
@@ -170,6 +179,10 @@ class Plan:
         useful = [change for change in limits.changes if change.gain >= _NOTABLE]
         useless = [change.name for change in limits.changes if change.gain < _NOTABLE]
         best = useful[0] if useful else None
+        if not useful and limits.untried:
+            return _wrapped(
+                f"next best change: no time to try any ({', '.join(limits.untried)})", ""
+            )
         lines = ["next best change: " + (_told(best) if best else "none of those tried helps")]
         lines += [f"  {_told(change)}" for change in useful[1:]]
         if useless:
@@ -192,9 +205,12 @@ def _told(change: Change) -> str:
     return f"{change.name}{how}: {least}{change.gain:+.0%} requests a second{note}"
 
 
-def _quantile_row(name: str, q: Quantiles, limit: float | None) -> str:
-    values = "".join(f"{1e3 * value:>10,.1f}" for value in (q.mean, q.p50, q.p90, q.p99, q.at))
-    return f"  {name:8}{values}" + (f"{1e3 * limit:>12,.1f}" if limit is not None else "")
+def _latency_row(
+    name: str, found: Latency, at: float | None = None, limit: float | None = None
+) -> str:
+    values = "".join(f"{1e3 * v:>10,.1f}" for v in (found.mean, found.p50, found.p95, found.p99))
+    wide = "".join(f"{1e3 * v:>14,.1f}" for v in (at, limit) if v is not None)
+    return f"  {name:8}{values}{wide}"
 
 
 def _wrapped(text: str, indent: str = "  ") -> list[str]:

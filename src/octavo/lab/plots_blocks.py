@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 
 NAMES = {
     "tokens": "tokens",
-    "reserved": "reserved: will be filled by its sequence",
-    "internal": "internal: never will be",
-    "external": "external: of no use to anybody",
+    "reserved": "reserved: will be filled",
+    "internal": "internal: never will be filled",
+    "ended": "internal: of ended members of a batch",
+    "rounding": "external: more than was asked for",
+    "external": "external: free, in pieces too small",
     "cached": "cached",
     "free": "free",
 }
@@ -52,7 +54,8 @@ def block_maps(
         caption = captions[index] if index < len(captions) else caption_of(one)
         axes.set_title(caption, fontsize=11.5, fontweight="normal", pad=5)
     figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold")
-    _legend(figure, [kind for kind in NAMES if any(one.sums()[kind] for one in maps)])
+    shown = {kind for one in maps for block in one.blocks for kind, num in _parts(block) if num}
+    _legend(figure, [kind for kind in NAMES if kind in shown])
     return figure
 
 
@@ -107,7 +110,7 @@ def _spans(row: Sequence[Block]) -> list[tuple[str, int, int]]:
     spans: list[tuple[str, int, int]] = []
     end = 0
     for block in row:
-        for kind, num in block.parts().items():
+        for kind, num in _parts(block):
             if not num:
                 continue
             start, end = end, end + num
@@ -115,6 +118,15 @@ def _spans(row: Sequence[Block]) -> list[tuple[str, int, int]]:
                 start = spans.pop()[1]
             spans.append((kind, start, end))
     return spans
+
+
+def _parts(block: Block) -> list[tuple[str, int]]:
+    """Slots by how they are drawn: what is lost in a block somebody has looks another way than a
+    block that nobody can have, and what a dead sequence has than what a live one has."""
+    looks = {"internal": "ended"} if block.is_ended else {}
+    if block.owners:
+        looks["external"] = "rounding"
+    return [(looks.get(kind, kind), num) for kind, num in block.parts().items()]
 
 
 def _name(axes: Axes, block: Block, x: float, y: float) -> None:
@@ -135,4 +147,4 @@ def _legend(figure: Figure, kinds: Sequence[str]) -> None:
         Patch(facecolor=look_of(k).colour, hatch=look_of(k).hatch, edgecolor=INK, label=NAMES[k])
         for k in kinds
     ]
-    figure.legend(handles=handles, loc="outside lower left", ncols=3, handlelength=2.2)
+    figure.legend(handles=handles, loc="outside lower left", ncols=2, handlelength=2.2)

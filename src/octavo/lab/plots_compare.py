@@ -62,12 +62,19 @@ def _batch(found: Comparison, at: str) -> Figure:
     leave no room for the others."""
     ends = {run.summary.window.end_s for run in found.at_last_rate()}
     until_s = 2 * ends.pop() if len(ends) == 1 else float("inf")
+    lasted_s = max(run.summary.simulated_s for run in found.at_last_rate())
     lines = []
     for policy, series in found.series.items():
         shown = [sample for sample in series.samples if sample.time_s <= until_s]
         xs, ys = [sample.time_s for sample in shown], [sample.num_running for sample in shown]
         lines.append(Curve(name=policy, xs=xs, ys=ys))
-    return time_series(lines, title=f"Batch over time{at}", y_label="sequences that run")
+    cut = f"; cut here, the last run ended at {lasted_s:,.0f} s" if until_s < lasted_s else ""
+    return time_series(
+        lines,
+        title=f"Batch over time{at}",
+        x_label=f"time [s]{cut}",
+        y_label="sequences that run",
+    )
 
 
 def _tpot(found: Comparison, at: str) -> Figure:

@@ -63,7 +63,9 @@ LOOKS: Mapping[str, Look] = {
     "tokens": Look(BLUE),
     "reserved": Look(SKY, hatch="//"),
     "internal": Look(ORANGE, hatch="xx"),
+    "ended": Look(ORANGE, hatch="++"),
     "external": Look(VERMILION, hatch=".."),
+    "rounding": Look(VERMILION, hatch="||"),
     "cached": Look(GREEN, hatch="\\\\"),
     "free": Look(PALE),
     "paper": Look(GREY, "X", "--", "//"),
@@ -205,8 +207,12 @@ def _rendered(figure: Figure, kind: str) -> bytes:
 
 
 def _smaller(svg: bytes) -> bytes:
-    """Without indentation, and to a thousandth of a point."""
-    text = re.sub(r"(\.\d{3})\d+", r"\1", svg.decode("utf-8"))
+    """Without indentation, and places to a thousandth of a point; scales keep all their digits."""
+
+    def rounded(part: re.Match[str]) -> str:
+        return re.sub(r"-?\d+\.\d{4,}", lambda number: f"{float(number[0]):.3f}", part[0])
+
+    text = re.sub(r'\b(?:d|x|y)="[^"]*"|translate\([^)]*\)', rounded, svg.decode("utf-8"))
     return re.sub(r"\n\s+", "\n", text).encode()
 
 

@@ -52,7 +52,12 @@ def read_trace(
         raise TraceError(f"cannot read {path}: damaged .gz file ({error})") from None
     except BadLine as error:
         raise TraceError(f"{path}: {error}") from None
-    return found.trace(source.block_tokens)
+    trace = found.trace(source.block_tokens)
+    if tokenize is not None and not source.has_texts:
+        raise TraceError(
+            f"{path} has lengths and no texts: --tokenizer does nothing to it, drop it"
+        )
+    return trace
 
 
 class _Found:

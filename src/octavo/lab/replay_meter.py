@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from octavo.errors import OctavoError
 from octavo.kv.manager import KVCacheManager
 from octavo.lab.replay import Watcher
@@ -186,5 +188,5 @@ def _normalized(requests: Sequence[tuple[int, RequestMetrics]]) -> list[float]:
 
 def _spread(values: Sequence[float]) -> tuple[float, float]:
     """(Mean, 99th percentile), 0 of nothing."""
-    found = Latency.of(values)
+    found = Latency.of(np.array(values, dtype=np.float64))
     return (0.0, 0.0) if found is None else (found.mean, found.p99)

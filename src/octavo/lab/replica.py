@@ -21,6 +21,7 @@ from octavo.lab.trace import TraceRequest
 from octavo.plan import StepPlan
 from octavo.request import BeamSearchParams, Request, SamplerParams
 from octavo.sched import RequestStats, Scheduler, SeqUpdate
+from octavo.sched.admission import Admission
 from octavo.sched.stride import QuietSteps, Stride
 
 _SAMPLER = SamplerParams()
@@ -54,9 +55,12 @@ class Replica:
         on_end: Callable[[TraceRequest, float], None] | None = None,
     ) -> None:
         """`times` may be shared by several replicas. `on_end` is told of each request that has
-        ended, or was refused, and when."""
+        ended, and when; one that is refused ends as it comes."""
         self.config, self.costs = config, costs
         self.kv, self.scheduler = _build(config)
+        self._limits = Admission(
+            self.kv, config.max_model_len, config.max_num_seqs, config.watermark
+        )
         self.model = model or NullModel()
         self.sampler = sampler or PoolSampler()
         self.times = RequestTimes() if times is None else times
@@ -102,17 +106,29 @@ class Replica:
         if not self.has_work:
             self.now_s = max(self.now_s, arrival_s)
             self.sampler.wake(self.now_s)
-        self.num_outstanding += _num_tokens(trace)
-        if self._backlog or self.scheduler.num_waiting >= self._max_line:
-            self._backlog.append((trace, arrival_s, index))
+        request = self._request(trace, arrival_s, index)
+        try:
+            if self._backlog or self.scheduler.num_waiting >= self._max_line:
+                self._limits.max_total_tokens(request)
+                self._backlog.append((trace, arrival_s, index))
+            else:
+                self._line_up(trace, request)
+        except RequestCapacityError as error:
+            self.num_refused += 1
+            if len(self.refusals) < _MAX_REASONS:
+                self.refusals.append(str(error).replace(*_FLAGS))
+            self._gone(trace, arrival_s)
         else:
-            self._submit(trace, arrival_s, index)
+            self.num_outstanding += _num_tokens(trace)
 
-    def _submit(self, trace: TraceRequest, arrival_s: float, index: int) -> None:
+    def _line_up(self, trace: TraceRequest, request: Request) -> None:
+        self._live[request.request_id] = _Live(trace, self.scheduler.add(request))
+
+    def _request(self, trace: TraceRequest, arrival_s: float, index: int) -> Request:
         beam = None
         if trace.beam_width:
             beam = BeamSearchParams(beam_width=trace.beam_width, max_tokens=trace.num_output)
-        request = Request(
+        return Request(
             request_id=str(index),
             prompt_token_ids=self._prompts.make(trace, index),
             sampler=_SAMPLER,
@@ -123,13 +139,6 @@ class Replica:
             priority=trace.priority,
             arrival_s=arrival_s,
         )
-        try:
-            self._live[request.request_id] = _Live(trace, self.scheduler.add(request))
-        except RequestCapacityError as error:
-            self.num_refused += 1
-            if len(self.refusals) < _MAX_REASONS:
-                self.refusals.append(str(error).replace(*_FLAGS))
-            self._gone(trace)
 
     # -- time passes
 
@@ -137,7 +146,8 @@ class Replica:
         """Take a step, or as many quiet ones as begin before `stop_s`, before a sample is due, and
         before `arrival_s` if whoever comes then might be admitted at once."""
         while self._backlog and self.scheduler.num_waiting < self._max_line:
-            self._submit(*self._backlog.popleft())
+            trace, came_s, index = self._backlog.popleft()
+            self._line_up(trace, self._request(trace, came_s, index))
         if self._can_stride and self.now_s < self.sampler.next_s:
             quiet = self.scheduler.quiet_steps()
             if quiet is not None:
@@ -240,8 +250,9 @@ class Replica:
         times, metrics = self.times, stats.metrics
         assert metrics.finished_s is not None
         times.arrival_s.append(metrics.arrival_s)
-        first_s = metrics.first_token_s
-        times.first_token_s.append(metrics.finished_s if first_s is None else first_s)
+        first_s = metrics.finished_s if metrics.first_token_s is None else metrics.first_token_s
+        assert metrics.arrival_s <= first_s <= metrics.finished_s, "answered before it came"
+        times.first_token_s.append(first_s)
         times.finished_s.append(metrics.finished_s)
         times.num_input.append(trace.num_input)
         times.num_output.append(trace.num_output)
@@ -249,14 +260,14 @@ class Replica:
         self.num_cached += stats.kv.cached_tokens
         self.num_prompt += trace.num_input
         self.num_output += trace.num_output * (trace.beam_width or trace.n)
-        self._gone(trace)
-
-    def _gone(self, trace: TraceRequest) -> None:
         self.num_outstanding -= _num_tokens(trace)
+        self._gone(trace, self.now_s)
+
+    def _gone(self, trace: TraceRequest, ended_s: float) -> None:
         if not self.has_work:
             self.sampler.rest(self.now_s, self.kv)
         if self._on_end is not None:
-            self._on_end(trace, self.now_s)
+            self._on_end(trace, ended_s)
 
 
 def _num_tokens(trace: TraceRequest) -> int:

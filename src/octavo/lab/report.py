@@ -8,6 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from octavo.lab.paper.figure import BarPlot, FigureResult, LinePlot, Row, StackPlot
+from octavo.lab.paper.systems import SYSTEMS, TITLES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -122,8 +123,9 @@ def figure_of(plot: LinePlot | StackPlot | BarPlot) -> Figure:
         )
     if isinstance(plot, BarPlot):
         return plots.grouped_bars(plot.groups, plot.series, title=plot.title, y_label=plot.y_label)
+    systems = [TITLES[system] for system in SYSTEMS]  # each looks the same in all figures
     looks: Mapping[str, plots.Look] = {
-        name: plots.look_of(name, index)
+        name: plots.look_of(name, systems.index(name) if name in systems else index)
         for index, name in enumerate(dict.fromkeys(line.name for line in plot.lines))
     }
     lines = [

@@ -40,7 +40,8 @@ class PoolSample(NamedTuple):
 
 @dataclass(slots=True)
 class RequestTimes:
-    """By request, in the order of their ends; 8 bytes a figure. Times in seconds."""
+    """By request, in the order of their ends (of several replicas: in that in which the simulation
+    came to them); 8 bytes a figure. Times in seconds."""
 
     arrival_s: array[float] = field(default_factory=lambda: array("d"))
     first_token_s: array[float] = field(default_factory=lambda: array("d"))
@@ -113,9 +114,9 @@ class SimResult:
     num_output_tokens: int
     """The same, over all their sequences."""
     num_cached_tokens: int
-    """Prompt tokens that were found instead of computed, over all requests that started."""
+    """Prompt tokens that were found instead of computed, over the requests that have ended."""
     num_prompt_tokens: int
-    """Prompt tokens of all requests that started."""
+    """Prompt tokens of the requests that have ended."""
     wall_s: float
     """What simulating took on this machine."""
 

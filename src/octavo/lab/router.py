@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import get_args
 
+from octavo.errors import ConfigError
 from octavo.lab.config import Router
 from octavo.lab.trace import TraceRequest
 
@@ -101,9 +103,12 @@ AnyRouter = RoundRobin | LeastLoaded | PrefixAware
 def make_router(
     name: Router, num_replicas: int, *, block_tokens: int, max_tokens: int, spare_tokens: int
 ) -> AnyRouter:
-    """The router of that name; see `PrefixAware` for the rest."""
+    """The router of that name; see `PrefixAware` for the rest. Raises `ConfigError` for a name that
+    is none."""
     if name == "round-robin":
         return RoundRobin()
     if name == "least-loaded":
         return LeastLoaded()
-    return PrefixAware(num_replicas, block_tokens, max_tokens, spare_tokens)
+    if name == "prefix-aware":
+        return PrefixAware(num_replicas, block_tokens, max_tokens, spare_tokens)
+    raise ConfigError(f"--router must be one of {', '.join(get_args(Router))}, got {name!r}")

@@ -51,7 +51,8 @@ class PoolSampler:
         if self._may_thin and len(self._working) >= MAX_SAMPLES:
             _thin(self._working)
             _thin(self._idle)
-            self._interval_s *= 2
+            spacing_s = (now_s - self._working[0].sample.time_s) / len(self._working)
+            self._interval_s = max(2 * self._interval_s, spacing_s)
         self.next_s = now_s + self._interval_s
 
     def rest(self, now_s: float, kv: KVCacheManager) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 
+from octavo.errors import ConfigError
 from octavo.lab.config import SimConfig
 from octavo.lab.costs import StepCosts
 from octavo.lab.feed import Feed
@@ -48,7 +49,12 @@ def simulate(
 
     With several replicas a request is routed when it comes, by what each replica will be like at
     the end of the step that it is in.
+
+    Raises `ConfigError` for limits, `TraceError` for requests that cannot be served or do not come
+    in order.
     """
+    if until_s is not None and not until_s >= 0:
+        raise ConfigError(f"--until must be a number of seconds, 0 or more, got {until_s:g}")
     simulation = Simulation(
         requests,
         config,
@@ -78,6 +84,10 @@ class Simulation:
         tokens: TokenOf | None = None,
     ) -> None:
         """As `simulate`."""
+        if config.num_replicas < 1:
+            raise ConfigError(f"--num-replicas must be at least 1, got {config.num_replicas}")
+        if sample_s is not None and not sample_s >= 0:
+            raise ConfigError(f"--sample-interval must be 0 seconds or more, got {sample_s:g}")
         self._feed = Feed(requests, concurrency)
         self._router = make_router(
             config.router,

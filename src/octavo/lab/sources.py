@@ -45,6 +45,8 @@ class Source:
     lines: Iterator[Line]
     block_tokens: int = 0
     """Tokens that a hash id stands for."""
+    has_texts: bool = False
+    """Whether a tokenizer makes the lengths."""
 
 
 def read_source(text: Iterable[str], format: TraceFormat, tokenize: Tokenize | None) -> Source:
@@ -55,12 +57,10 @@ def read_source(text: Iterable[str], format: TraceFormat, tokenize: Tokenize | N
         raise BadLine("the file is empty")
     kind = _sniff(first[1]) if format == "auto" else format
     lines = itertools.chain([first], numbered)
-    if tokenize is not None and kind != "sharegpt":
-        raise BadLine("has lengths and no texts: a tokenizer (--tokenizer) does nothing, drop it")
     if kind == "mooncake" and first[1].lstrip()[:1] != "{":
         kind = "csv"
     if kind == "sharegpt":
-        return Source(_sharegpt(lines, tokenize))
+        return Source(_sharegpt(lines, tokenize), has_texts=True)
     if kind in ("jsonl", "mooncake"):
         return _json_lines(lines, kind)
     return _csv(lines, kind)

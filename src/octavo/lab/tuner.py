@@ -34,6 +34,11 @@ LEAST_NOISE = 0.01
 """Differences below are not told apart, however quiet the simulation."""
 _ROTATIONS = 3
 _HOST_REQUESTS = 150
+REQUESTS, LEAST_REQUESTS = 1000, 40
+"""Of a simulation: as many as can be simulated in about `_ALL_US`, within these."""
+_ALL_US = 40e6
+_BLOCK_US, _OUTPUT_US = 10.0, 4.0
+"""Microseconds: a block of a prompt where prompts are found again, and an output token."""
 _NUM_SAMPLES = 300
 
 Place = Callable[[int], Placement]
@@ -163,6 +168,13 @@ def tune(part: Slice, place: Place, options: TuneOptions, tell: Tell | None = No
     )
 
 
+def affordable(part: Slice, sizes: Sequence[int], prefixes: bool) -> int:
+    """Requests of a simulation, so that all of them take less than a minute or so."""
+    per_token = _BLOCK_US * sum(1 / size for size in sizes) if prefixes else 0.03 * len(sizes)
+    request_us = 1.5 * (per_token * part.mean_input + _OUTPUT_US * len(sizes) * part.mean_output)
+    return max(LEAST_REQUESTS, min(REQUESTS, round(_ALL_US / request_us)))
+
+
 def _config(placement: Placement, size: int, options: TuneOptions) -> SimConfig:
     return options.config.replace(block_size=size, num_blocks=placement.num_blocks(size))
 
@@ -271,7 +283,8 @@ def _host_us(
     """The simulator is the scheduler itself, so the time it takes for a step is the host's."""
     if not options.measure_host:
         return None
-    requests = _requests(part, options)[:_HOST_REQUESTS]
+    all_requests = _requests(part, options)
+    requests = all_requests[: min(_HOST_REQUESTS, max(LEAST_REQUESTS, len(all_requests) // 4))]
     began = time.process_time()
     result = _simulate(requests, part, config.replace(stride=False), placement.costs)
     return 1e6 * (time.process_time() - began) / max(1, result.num_steps)

@@ -234,13 +234,15 @@ class _Process:
     def __str__(self) -> str:
         """`100 requests by Poisson, 2 a second`."""
         about = {
-            "trace": f"at its own times{self._rhythm()}",
+            "trace": "at its own times",
             "poisson": f"by Poisson, {self.rate:g} a second",
             "gamma": f"by Gamma of cv {self.cv:g}, {self.rate:g} a second",
             "closed": f"in a closed loop of {self.concurrency}",
             "paper": f"as the paper's artifact draws them, {self.rate:g} a second",
             "all-at-once": "all at once",
         }[self.kind]
+        if self.kind == "trace":
+            about += self._rhythm()
         if self.kind == "paper":
             long = sum(r.num_tokens >= arrivals.PAPER_TOKENS for r in self.trace.requests)
             if long:
@@ -254,8 +256,9 @@ class _Process:
     def _rhythm(self) -> str:
         """How long the trace takes, and how many a second that makes: times in a wrong unit show
         here."""
-        last_s = (self.trace.requests[(self.num or 0) - 1].arrival_s or 0.0) * self.time_scale
-        rate = f" in {last_s:,.1f} s, {(self.num or 0) / last_s:,.3g} a second" if last_s else ""
+        assert self.num is not None, "a trace ends"
+        last_s = (self.trace.requests[self.num - 1].arrival_s or 0.0) * self.time_scale
+        rate = f" in {last_s:,.1f} s, {self.num / last_s:,.3g} a second" if last_s else ""
         return rate if self.time_scale == 1.0 else f" x {self.time_scale:g}{rate}"
 
 

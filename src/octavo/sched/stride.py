@@ -104,7 +104,7 @@ class Strider:
         """
         times, end_s, compute_s = stride
         roster, num_steps = self._roster, len(times)
-        running, first_s = roster.running, times[1] if num_steps > 1 else end_s
+        running = roster.running
         roster.runner_was_told()
         ending = []
         for seq in running:
@@ -115,9 +115,8 @@ class Strider:
             stats.num_computed_tokens += num_steps
             metrics = stats.metrics
             metrics.num_generation_tokens += num_steps
+            assert metrics.first_token_s is not None, "who is quiet has drawn a token"
             metrics.last_token_s = end_s
-            if metrics.first_token_s is None:
-                metrics.first_token_s = first_s
             if len(token_ids) >= group.max_total_tokens:
                 ending.append(seq)
         self._kv.advance([seq.seq_id for seq in running], times)

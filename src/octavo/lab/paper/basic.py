@@ -7,12 +7,11 @@ from typing import Any
 
 from octavo.config import KVPolicy
 from octavo.lab.paper import reference
-from octavo.lab.paper.figure import FigureResult, Line, Row, Task
+from octavo.lab.paper.figure import FigureResult, Row, Task
 from octavo.lab.paper.grids import FIG12_GRIDS
 from octavo.lab.paper.protocol import THRESHOLD_S, Crossing
 from octavo.lab.paper.rates import (
     DATASETS,
-    curve_line,
     how,
     rate_plot,
     rate_rows,
@@ -65,12 +64,14 @@ class BasicSampling:
                 series = f"OPT-{model.upper()}, {title}"
                 rows += rate_rows(self.name, series, paper, here)
                 rows += self._ratios(series, (model, dataset), found)
-                lines = [curve_line(TITLES[policy], found[policy]) for policy in SYSTEMS]
                 for policy in SYSTEMS:
-                    points = reference.FIG12_POINTS.get((model, dataset, policy), ())
-                    lines += [Line(TITLES[policy], points, is_paper=True)] if points else []
                     rows += self._points(series, (model, dataset, policy), found[policy])
-                plots.append(rate_plot(series, lines))
+                points = {
+                    policy: reference.FIG12_POINTS[model, dataset, policy]
+                    for policy in SYSTEMS
+                    if (model, dataset, policy) in reference.FIG12_POINTS
+                }
+                plots.append(rate_plot(series, found, paper, points))
         return FigureResult(
             name=self.name,
             title="Fig. 12: one sample a request",

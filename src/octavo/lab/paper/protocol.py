@@ -211,7 +211,7 @@ class PoolMeans(NamedTuple):
     """Free, cached and lost to rounding or fragmentation: all the rest, as in the paper."""
     num_running: float
     saved: float
-    """Per cent of the blocks that sharing saves: 1 - 1 / mean(logical / physical)."""
+    """Per cent of the blocks that sharing saves: mean of 1 - physical / logical."""
 
 
 def pool_means(samples: Sequence[PoolSample], from_s: float, until_s: float) -> PoolMeans:
@@ -227,8 +227,8 @@ def pool_means(samples: Sequence[PoolSample], from_s: float, until_s: float) -> 
     )
     num_slots = rows[0, :4].sum()
     shares = 100 * rows[:, :4].mean(axis=0) / num_slots
-    ratios = [s.logical / (s.logical - s.saved) for s in seen if s.logical > s.saved]
-    saved = 100 * (1 - 1 / float(np.mean(ratios))) if ratios else 0.0
+    ratios = [s.saved / s.logical for s in seen if s.logical]
+    saved = 100 * float(np.mean(ratios)) if ratios else 0.0
     tokens, reserved, internal, external = (float(value) for value in shares)
     return PoolMeans(tokens, reserved, internal, external, float(rows[:, 4].mean()), saved)
 

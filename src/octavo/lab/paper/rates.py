@@ -13,6 +13,7 @@ from octavo.lab.costs import StepCosts
 from octavo.lab.paper import reference
 from octavo.lab.paper.figure import Line, LinePlot, Row, Task
 from octavo.lab.paper.protocol import (
+    THRESHOLD_S,
     Crossing,
     Curve,
     Length,
@@ -32,8 +33,10 @@ RATE = "req/s at 0.5 s/token"
 _RATE_AXIS = "request rate [req/s]"
 _LATENCY_AXIS = "normalised latency [s/token]"
 LONG = Length()
-SHORT = Length(max_s=600.0, min_s=200.0, num_requests=3000)
+SHORT = Length(max_s=600.0, min_s=150.0, num_requests=2000)
 """Of requests with many sequences, and of very many requests."""
+PaperPoints = tuple[tuple[float, float], ...]
+"""(requests a second, s/token)."""
 DATASETS = {"sharegpt": "ShareGPT", "alpaca": "Alpaca"}
 _HOW = (
     "Poisson arrivals of the artifact's recipe, output lengths as in the list, requests of the "
@@ -113,9 +116,20 @@ def curve_line(name: str, found: Crossing, shown_s: float = 1.0) -> Line:
     return Line(name, [*inside, *outside[:1]])
 
 
-def rate_plot(title: str, lines: Sequence[Line]) -> LinePlot:
-    """Curves, up to twice the threshold."""
-    return LinePlot(title, lines, _RATE_AXIS, _LATENCY_AXIS, y_range=(0.0, 1.0))
+def rate_plot(
+    title: str,
+    found: Mapping[KVPolicy, Crossing],
+    paper: Mapping[KVPolicy, float],
+    points: Mapping[KVPolicy, PaperPoints] | None = None,
+) -> LinePlot:
+    """Curves, up to twice the threshold, and what the paper has: its `points` of a system if they
+    are known, else where its curve crosses the threshold, at the rate in `paper`."""
+    lines = []
+    for policy, crossing in found.items():
+        name = TITLES[policy]
+        seen = (points or {}).get(policy, ((paper[policy], THRESHOLD_S),))
+        lines += [curve_line(name, crossing), Line(name, seen, is_paper=True)]
+    return LinePlot(title, lines, _RATE_AXIS, _LATENCY_AXIS, y_range=(0.0, 2 * THRESHOLD_S))
 
 
 def ratio(over: float | None, under: float | None) -> float | None:

@@ -12,7 +12,6 @@ from octavo.lab.paper.grids import FIG14_GRIDS, FIG16_GRIDS, FIG17_GRIDS
 from octavo.lab.paper.protocol import Length
 from octavo.lab.paper.rates import (
     SHORT,
-    curve_line,
     how,
     rate_plot,
     rate_rows,
@@ -22,7 +21,7 @@ from octavo.lab.paper.rates import (
 from octavo.lab.paper.systems import ORCAS, TITLES, paper_costs
 from octavo.lab.paper.workloads import Chat, Plain, Translation, Workloads
 
-_BEAMS = Length(max_s=600.0, min_s=120.0, num_requests=1500)
+_BEAMS = Length(max_s=300.0, min_s=100.0, num_requests=800)
 
 
 class ManySequences:
@@ -68,18 +67,14 @@ class ManySequences:
                     ratio(here["paged"], here["orca-oracle"]),
                 )
             )
-            plots.append(
-                rate_plot(
-                    f"OPT-13B, Alpaca, {series}",
-                    [curve_line(TITLES[p], found[p]) for p in self.systems],
-                )
-            )
+            plots.append(rate_plot(f"OPT-13B, Alpaca, {series}", found, paper))
         return FigureResult(
             name=self.name,
             title="Fig. 14: parallel samples and beams",
             rows=rows,
             plots=plots,
-            protocol=f"OPT-13B, Alpaca. {how(SHORT)}; of beams half of that.",
+            protocol=f"OPT-13B, Alpaca. {how(SHORT)}; of beams {_BEAMS.num_requests:,} and "
+            f"{_BEAMS.min_s:.0f} s.",
             why="A fork copies the prompt's KV in the systems before paging, and a beam that loses "
             "is replaced by a copy; here these copies cost what bandwidth allows, there they are "
             "made one after another, with beams at every step: the Orcas come out too fast. Paged "
@@ -131,10 +126,7 @@ class SharedPrefix:
                 )
             )
             plots.append(
-                rate_plot(
-                    f"LLaMA-13B, WMT16 en-de, prefix of {tokens} tokens",
-                    [curve_line(TITLES[p], found[p]) for p in self.systems],
-                )
+                rate_plot(f"LLaMA-13B, WMT16 en-de, prefix of {tokens} tokens", found, paper)
             )
         return FigureResult(
             name=self.name,
@@ -188,12 +180,11 @@ class Chatbot:
                     ratio(here["paged"], here[other]),
                 )
             )
-        lines = [curve_line(TITLES[p], found[p]) for p in self.systems]
         return FigureResult(
             name=self.name,
             title="Fig. 17: chat",
             rows=rows,
-            plots=[rate_plot("OPT-13B, ShareGPT conversations", lines)],
+            plots=[rate_plot("OPT-13B, ShareGPT conversations", found, reference.FIG17)],
             protocol=f"OPT-13B; the prompt is the last 1,024 tokens of a conversation, the answer "
             f"at most 1,016; nothing is kept between rounds. {how()}.",
             why="ASSUMED: the list has first rounds only. Later rounds are taken to be like them, "
