@@ -1,5 +1,5 @@
-"""--costs FILE: a calibration is of a model and a block size, and copies of blocks cost what they are
-whatever the policy."""
+"""--costs FILE: a calibration is of a model and a block size, and copies of blocks cost the same
+under every policy."""
 
 from __future__ import annotations
 

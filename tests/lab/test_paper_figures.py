@@ -19,7 +19,7 @@ from octavo.lab.paper.blocks import (
 )
 from octavo.lab.paper.figure import LinePlot
 from octavo.lab.paper.grids import FIG12_GRIDS
-from octavo.lab.paper.pool import SYSTEMS, pool_of
+from octavo.lab.paper.pool import pool_of
 from octavo.lab.paper.protocol import Crossing, Length, Point, PoolMeans
 from octavo.lab.paper.rates import sustained_rate
 from octavo.lab.paper.reference import (
@@ -32,7 +32,7 @@ from octavo.lab.paper.reference import (
     Expected,
 )
 from octavo.lab.paper.runner import all_figures
-from octavo.lab.paper.systems import num_slots, paper_costs, system_config
+from octavo.lab.paper.systems import ITERATION_LEVEL, num_slots, paper_costs, system_config
 from octavo.lab.paper.workloads import Plain, Workloads, find_workloads
 
 MAIN = ("13b", "sharegpt")
@@ -52,7 +52,7 @@ def workloads(request: pytest.FixtureRequest) -> Workloads:
 def overloaded(workloads: Workloads) -> Mapping[KVPolicy, PoolMeans]:
     """The pool at 4 requests/s, by policy."""
     source = Plain(workloads.sharegpt)
-    return {p: pool_of(source, 4.0, p, settle_s=80) for p in SYSTEMS}
+    return {p: pool_of(source, 4.0, p, settle_s=80) for p in ITERATION_LEVEL}
 
 
 def is_real(workloads: Workloads) -> bool:
@@ -66,7 +66,7 @@ def _agrees(expected: Expected, here: float | None) -> bool:
 
 
 def test_kinds_of_memory_are_those_of_fig_2(overloaded: Mapping[KVPolicy, PoolMeans]) -> None:
-    for policy in SYSTEMS:
+    for policy in ITERATION_LEVEL:
         for kind, here in zip(KINDS, overloaded[policy][:4], strict=True):
             assert _agrees(FIG2[policy][kind], here), f"{policy}, {kind}: {here}"
         assert sum(overloaded[policy][:4]) == pytest.approx(100)
@@ -76,8 +76,8 @@ def test_batches_are_those_of_fig_13(
     workloads: Workloads, overloaded: Mapping[KVPolicy, PoolMeans]
 ) -> None:
     # two requests a second and four are the same to the Orcas: more than they can serve
-    here = {policy: overloaded[policy].num_running for policy in SYSTEMS[:3]}
-    for policy in SYSTEMS[:3]:
+    here = {policy: overloaded[policy].num_running for policy in ITERATION_LEVEL[:3]}
+    for policy in ITERATION_LEVEL[:3]:
         assert _agrees(FIG13["sharegpt"][policy], here[policy]), f"{policy}: {here[policy]}"
     # paged is at the edge of overload, where the order of the lengths decides: it is the paper's
     # with the artifact's list and seed alone, else the pool is full
@@ -91,7 +91,7 @@ def test_batches_are_those_of_fig_13(
         assert paged > least * here[policy]
 
 
-@pytest.mark.parametrize("policy", SYSTEMS)
+@pytest.mark.parametrize("policy", ITERATION_LEVEL)
 def test_batches_of_alpaca_are_those_of_fig_13(workloads: Workloads, policy: KVPolicy) -> None:
     here = pool_of(Plain(workloads.alpaca), 30.0, policy, 60, 160).num_running
     assert _agrees(FIG13["alpaca"][policy], here), here

@@ -90,8 +90,11 @@ def _watched(llm: LLM, then: Callable[[], None]) -> Iterator[list[Step]]:
     last = time.perf_counter()
 
     def watched(plan: StepPlan) -> StepResult:
+        nonlocal last
         result = execute(plan)
+        looking = time.perf_counter()
         now.append((counts_of(plan), result))
+        last += time.perf_counter() - looking  # is no part of the step
         return result
 
     def after_step() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from octavo.config import KVPolicy
+from octavo.kv.ledger import TERMS
 from octavo.kv.state import KVState
 from octavo.kv.table import BlockTable
 from octavo.lab.config import SimConfig
@@ -34,8 +35,7 @@ class Block:
 
     def parts(self) -> dict[str, int]:
         """Slots by kind, in the order in which they lie in the block."""
-        names = ("tokens", "reserved", "internal", "external", "cached", "free")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in TERMS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class BlockMap:
 
     def sums(self) -> dict[str, int]:
         """Slots by kind; the ledger's terms."""
-        sums = dict.fromkeys(("tokens", "reserved", "internal", "external", "cached", "free"), 0)
+        sums = dict.fromkeys(TERMS, 0)
         for block in self.blocks:
             for kind, num in block.parts().items():
                 sums[kind] += num

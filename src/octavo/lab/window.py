@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from octavo.kv.ledger import TERMS
 from octavo.lab.results import PoolSample, SimResult
 
-KINDS = ("tokens", "reserved", "internal", "external", "cached", "free")
+KINDS = TERMS
 """Kinds of slots, which add up to the pool."""
 
 

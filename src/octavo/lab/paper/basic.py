@@ -11,7 +11,6 @@ from octavo.lab.paper.figure import FigureResult, Row, Task
 from octavo.lab.paper.grids import FIG12_GRIDS
 from octavo.lab.paper.protocol import THRESHOLD_S, Crossing
 from octavo.lab.paper.rates import (
-    DATASETS,
     how,
     rate_plot,
     rate_rows,
@@ -20,7 +19,7 @@ from octavo.lab.paper.rates import (
 )
 from octavo.lab.paper.reference import Expected
 from octavo.lab.paper.systems import MODELS, SYSTEMS, TITLES
-from octavo.lab.paper.workloads import Plain, Workloads
+from octavo.lab.paper.workloads import DATASETS, Plain, Workloads
 
 _MAIN = ("13b", "sharegpt")
 """What the paper's ratios are of."""
@@ -120,7 +119,7 @@ _WHY_12 = (
     "have less time to grow, which moves rates up by a few per cent. FasterTransformer has few "
     "requests in an hour (its rates are 0.1-2.5 req/s), so its crossing depends on where the long "
     "answers fall, and with several GPUs it pays for all-reduces and launches what the paper's own "
-    "engine does, which may be too much. OPT-175B comes out 15-40 % too fast with the "
+    "engine does, which may be too much. OPT-175B comes out 15-50 % too fast with the "
     "Orcas and vLLM: nothing of eight GPUs went into the constants. The ratios of the paper's text "
     "come from other points of the curves than 0.5 s/token."
 )

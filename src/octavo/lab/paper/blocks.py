@@ -14,7 +14,7 @@ from octavo.lab.paper.figure import FigureResult, Line, LinePlot, Row, Task
 from octavo.lab.paper.protocol import Length, measure
 from octavo.lab.paper.reference import BLOCK_SIZES, Expected
 from octavo.lab.paper.systems import SWAP_BYTES, kv_bytes, paper_costs, system_config
-from octavo.lab.paper.workloads import Plain, Source, Workloads
+from octavo.lab.paper.workloads import DATASETS, Plain, Source, Workloads
 
 _BLOCK_AXIS = "block size [tokens]"
 _LATENCY_AXIS = "normalised latency [s/token]"
@@ -34,7 +34,7 @@ def latency_at_block_size(
     config = system_config(
         "paged", block_size=block_size, preemption_mode=mode, num_host_blocks=host
     )
-    length = length or Length(max_s=600.0, min_s=300.0)
+    length = length or Length(max_s=600.0, min_s=300.0, num_requests=6000)
     costs = paper_costs("paged", block_size=block_size)
     return measure(source, rate, config, costs, length).latency_s
 
@@ -108,7 +108,7 @@ class BlockSize:
         rows: list[Row] = []
         lines = []
         for dataset, paper in reference.FIG18B.items():
-            title = {"sharegpt": "ShareGPT", "alpaca": "Alpaca"}[dataset]
+            title = DATASETS[dataset]
             here = [results[f"blocks/{dataset}/recompute/{size}"] for size in BLOCK_SIZES]
             rows.append(
                 reference.BEST_BLOCK.row(

@@ -42,8 +42,8 @@ class Length:
     """How long a run is: as in the paper, but not more requests than are needed."""
 
     max_s: float = 3600.0
-    min_s: float = 300.0
-    num_requests: int = 6000
+    min_s: float = 180.0
+    num_requests: int = 3000
     """Shorter than `max_s`, down to `min_s`, when more would come."""
 
     def of(self, rate: float) -> float:
@@ -244,13 +244,12 @@ def measure_pool(
     settle_s: float = 0.0,
     sample_s: float = 1.0,
 ) -> tuple[PoolMeans, list[PoolSample]]:
-    """Serve a workload at a rate and look at the pool from `from_s` to `until_s`.
+    """Serve a workload that comes until `until_s`, and look at the pool from `from_s` on.
 
     The run goes on for `settle_s`, so that it is known of those in the pool at the end what they
     came to need.
     """
-    end_s = until_s + settle_s
-    requests = source.requests(rate, end_s)
-    result = simulate(requests, config, costs, until_s=end_s, sample_s=sample_s)
+    requests = source.requests(rate, until_s)
+    result = simulate(requests, config, costs, until_s=until_s + settle_s, sample_s=sample_s)
     seen = [s for s in result.samples if s.time_s <= until_s]
     return pool_means(seen, from_s, until_s), seen

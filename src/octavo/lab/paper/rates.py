@@ -33,11 +33,10 @@ RATE = "req/s at 0.5 s/token"
 _RATE_AXIS = "request rate [req/s]"
 _LATENCY_AXIS = "normalised latency [s/token]"
 LONG = Length()
-SHORT = Length(max_s=600.0, min_s=150.0, num_requests=2000)
+SHORT = Length(max_s=600.0, min_s=120.0, num_requests=1000)
 """Of requests with many sequences, and of very many requests."""
 PaperPoints = tuple[tuple[float, float], ...]
 """(requests a second, s/token)."""
-DATASETS = {"sharegpt": "ShareGPT", "alpaca": "Alpaca"}
 _HOW = (
     "Poisson arrivals of the artifact's recipe, output lengths as in the list, requests of the "
     "first 60 s not counted, everything served to its end; mean over requests of latency over "

@@ -23,6 +23,8 @@ SYSTEMS: tuple[KVPolicy, ...] = (
 )
 """From the oldest to the newest."""
 ORCAS: tuple[KVPolicy, ...] = ("orca-max", "orca-pow2", "orca-oracle")
+ITERATION_LEVEL: tuple[KVPolicy, ...] = (*ORCAS, "paged")
+"""Those that make a new batch at every step."""
 TITLES: dict[str, str] = {
     "contiguous": "FasterTransformer",
     "orca-max": "Orca (Max)",

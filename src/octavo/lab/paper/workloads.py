@@ -27,7 +27,8 @@ _FILES = {
     "sharegpt": ("sharegpt_opt_lengths",),
     "alpaca": ("alpaca_fig11_synthetic_lengths",),
 }
-_TITLES = {"sharegpt": "ShareGPT", "alpaca": "Alpaca"}
+DATASETS = {"sharegpt": "ShareGPT", "alpaca": "Alpaca"}
+"""Their names for people."""
 _SUFFIXES = (".csv", ".csv.gz")
 
 
@@ -44,7 +45,7 @@ class Lengths:
     @property
     def title(self) -> str:
         """Its name for people."""
-        return _TITLES[self.name]
+        return DATASETS[self.name]
 
     def first(self, num: int) -> Lengths:
         """A slice of it."""
