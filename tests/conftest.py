@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
         for item in marked:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_threads_as_before() -> Iterator[None]:
+    """An engine's `num_threads` holds for the process: the next module's engines set their own."""
+    torch = sys.modules.get("torch")
+    before = None if torch is None else torch.get_num_threads()
+    yield
+    if torch is not None:
+        torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -81,11 +81,3 @@ def llm(tiny_model_path: Path) -> Iterator[LLM]:
     with LLM(str(tiny_model_path), **OPTIONS) as llm:
         yield llm
         assert_drained(llm)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def torch_threads_as_before() -> Iterator[None]:
-    """An engine's `num_threads` holds for the process: the next module's engines set their own."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
