@@ -12,6 +12,7 @@ from os import PathLike, fspath
 from typing import Any, Literal
 
 from octavo.errors import ConfigError
+from octavo.util import flag_name
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """Served when no model is named."""
@@ -184,7 +185,7 @@ class EngineConfig:
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} has no effect under kv_policy="
                     f"{self.kv_policy!r}, which preempts nobody, and neither moves nor keeps "
-                    f"blocks: use --kv-policy paged or leave --{name.replace('_', '-')} out"
+                    f"blocks: use --kv-policy paged or leave {flag_name(name)} out"
                 )
 
     @classmethod

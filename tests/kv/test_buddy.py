@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.errors import IntegrityError
-from octavo.kv.buddy import BuddyAllocator, chunk_size
+from octavo.kv.buddy import BuddyAllocator, next_power_of_two
 
 
 @pytest.mark.parametrize(
     ("num_units", "size"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (128, 128), (129, 256)]
 )
 def test_chunks_are_the_next_power_of_two(num_units: int, size: int) -> None:
-    assert chunk_size(num_units) == size
+    assert next_power_of_two(num_units) == size
 
 
 def test_the_arena_is_cut_into_largest_chunks_and_its_tail_into_halves() -> None:
@@ -92,14 +92,14 @@ def test_chunks_never_overlap_and_merge_back_to_the_whole_arena(
             start = buddies.take(size)
             assert could == (start is not None)
             if start is None:
-                assert chunk_size(size) > buddies.largest_free
+                assert next_power_of_two(size) > buddies.largest_free
                 continue
-            assert start % chunk_size(size) == 0
-            units = set(range(start, start + chunk_size(size)))
+            assert start % next_power_of_two(size) == 0
+            units = set(range(start, start + next_power_of_two(size)))
             for other, other_size in taken.items():
                 assert units.isdisjoint(range(other, other + other_size))
             assert max(units) < num_units
-            taken[start] = chunk_size(size)
+            taken[start] = next_power_of_two(size)
         elif taken:
             start = sorted(taken)[int(which * len(taken))]
             del taken[start]

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from octavo.cli.flags import EngineFlags, flags, parse
+from octavo.cli.flags import EngineFlags, flags, parse, refuse_without_effect
 from octavo.cli.start import note, start_engine
-from octavo.config import EngineConfig
 from octavo.errors import ConfigError, InvalidRequestError
 from octavo.request import SamplingParams
 from octavo.util import flag_name
@@ -188,20 +187,21 @@ def _latency(prog: str, argv: Sequence[str]) -> None:
 
 def _preemption(prog: str, argv: Sequence[str]) -> None:
     args = parse(Preemption, prog, argv)
-    config, default = args.engine.config(), EngineConfig()
-    for name, why in (
-        ("preemption_mode", "all modes are measured"),
-        ("kv_cache_memory_bytes", "--pool-tokens sizes the pool"),
-        ("num_gpu_blocks_override", "--pool-tokens sizes the pool"),
-        ("max_model_len", "the workloads decide it"),
-        ("kv_disk_dir", "what is measured is the pool and host memory"),
-        ("tokenizer", "prompts are token ids"),
-        ("skip_tokenizer_init", "no tokenizer is loaded anyway"),
-        ("scheduling_policy", "all requests are of one priority"),
-        ("record", "each of its engines would write over it"),
-    ):
-        if getattr(config, name) != getattr(default, name):
-            raise ConfigError(f"--{name.replace('_', '-')} has no effect here, {why}: drop it")
+    config = args.engine.config()
+    refuse_without_effect(
+        config,
+        {
+            "preemption_mode": "all modes are measured",
+            "kv_cache_memory_bytes": "--pool-tokens sizes the pool",
+            "num_gpu_blocks_override": "--pool-tokens sizes the pool",
+            "max_model_len": "the workloads decide it",
+            "kv_disk_dir": "what is measured is the pool and host memory",
+            "tokenizer": "prompts are token ids",
+            "skip_tokenizer_init": "no tokenizer is loaded anyway",
+            "scheduling_policy": "all requests are of one priority",
+            "record": "each of its engines would write over it",
+        },
+    )
     if config.swap_space == 0:
         raise ConfigError("--swap-space 0 leaves nothing to compare with: drop it")
     from octavo.bench.preemption import PreemptionResult, check, measure_mixes, three_mixes

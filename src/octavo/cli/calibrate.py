@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.cli.flags import EngineFlags, flags, parse
+from octavo.cli.flags import EngineFlags, flags, parse, refuse_without_effect
 from octavo.cli.start import note, start_engine
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
@@ -173,16 +173,16 @@ def _short(row: dict[str, Any]) -> dict[str, Any]:
 def _check(args: Calibrate, config: EngineConfig) -> None:
     """Refuse flags that would have no effect, and a file that cannot be written, before minutes of
     work."""
-    default = EngineConfig()
-    for name, why in (
-        ("kv_cache_memory_bytes", "the pool that is measured has a size of its own"),
-        ("kv_policy", "steps take as long under every policy"),
-        ("preemption_victim", "nobody is preempted"),
-        ("scheduling_policy", "all requests are of one priority"),
-        ("kv_disk_dir", "what is measured is the pool and host memory"),
-    ):
-        if getattr(config, name) != getattr(default, name):
-            raise ConfigError(f"--{name.replace('_', '-')} has no effect here, {why}: drop it")
+    refuse_without_effect(
+        config,
+        {
+            "kv_cache_memory_bytes": "the pool that is measured has a size of its own",
+            "kv_policy": "steps take as long under every policy",
+            "preemption_victim": "nobody is preempted",
+            "scheduling_policy": "all requests are of one priority",
+            "kv_disk_dir": "what is measured is the pool and host memory",
+        },
+    )
     folder = args.out.resolve().parent
     if not folder.is_dir() or args.out.is_dir():
         raise ConfigError(f"cannot write {args.out}: no such folder; name another file with --out")

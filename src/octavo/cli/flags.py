@@ -252,6 +252,14 @@ def check_beams(beams: BeamFlags, made: Iterable[SamplingParams | BeamSearchPara
             raise ConfigError(f"{flag_name(field.name)} is for beam search: add --beam-width")
 
 
+def refuse_without_effect(config: EngineConfig, reasons: dict[str, str]) -> None:
+    """Raise `ConfigError` if one of these fields was set: it would change nothing, and why."""
+    default = EngineConfig()
+    for name, why in reasons.items():
+        if getattr(config, name) != getattr(default, name):
+            raise ConfigError(f"{flag_name(name)} has no effect here, {why}: drop it")
+
+
 def _as_dict(flags: Any, kind: type) -> dict[str, Any]:
     return {field.name: getattr(flags, field.name) for field in dataclasses.fields(kind)}
 

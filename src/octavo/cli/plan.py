@@ -11,6 +11,7 @@ from octavo.cli.flags import Hidden, flags, parse
 from octavo.cli.lab_flags import ArrivalFlags, MachineFlags, TraceFlags
 from octavo.errors import ConfigError
 from octavo.lab.config import Router
+from octavo.util import flag_name
 
 if TYPE_CHECKING:
     from octavo.lab.machine import Machine
@@ -102,7 +103,7 @@ def _options(args: PlanCommand) -> PlanOptions:
     for name in ("block_size", "max_model_len", "simulated_requests"):
         value = getattr(args, name)
         if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+            raise ConfigError(f"{flag_name(name)} must be at least 1, got {value}")
     if args.machine.max_gpus < 1:
         raise ConfigError(f"--max-gpus must be at least 1, got {args.machine.max_gpus}")
     return PlanOptions(

@@ -35,7 +35,6 @@ from octavo.sampling import sampling_bytes
 from octavo.sched import Scheduler
 from octavo.sched.costs import CostModel
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
-from octavo.util import cdiv
 from octavo.weights.load import load_weights, open_model
 from octavo.weights.locate import ModelFiles, locate, locate_tokenizer
 from octavo.weights.progress import Progress
@@ -252,7 +251,7 @@ def _core(
         workspace,
         max_num_seqs=config.max_num_seqs,
         max_num_tokens=config.max_num_batched_tokens,
-        max_blocks_per_seq=_max_blocks_per_seq(kv, plan),
+        max_blocks_per_seq=kv.policy.most_blocks(plan.max_seq_len),
     )
     decides: type[Scheduler] = Scheduler if recorder is None else RecordingScheduler
     costs = _cost_priors(store)
@@ -271,13 +270,6 @@ def _core(
         recorder.attach(kv, scheduler)
         recorder.begin(config, plan, costs, max_disk_blocks, core.clock())
     return core
-
-
-def _max_blocks_per_seq(kv: KVCacheManager, plan: MemoryPlan) -> int:
-    """Entries of the longest table: in a region of a power of two more than the tokens need."""
-    if kv.policy.shares_blocks:
-        return cdiv(plan.max_seq_len, plan.block_size)
-    return kv.policy.max_blocks_of_one_sequence
 
 
 def _cost_priors(store: KVStore) -> CostModel:

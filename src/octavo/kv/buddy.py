@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from octavo.errors import IntegrityError
 
 
-def chunk_size(num_units: int) -> int:
-    """The smallest power of two that is at least `num_units` (>= 1)."""
+def next_power_of_two(num_units: int) -> int:
+    """The smallest power of two that is at least `num_units` (>= 1): the size of its chunk."""
     return 1 << (num_units - 1).bit_length()
 
 
@@ -27,7 +27,7 @@ class BuddyAllocator:
     def __init__(self, num_units: int, max_chunk: int) -> None:
         """`num_units` >= 1; `max_chunk` is a power of two, and cut to what the arena has."""
         assert num_units >= 1, f"{num_units} units"
-        assert max_chunk == chunk_size(max_chunk), f"{max_chunk} is not a power of two"
+        assert max_chunk == next_power_of_two(max_chunk), f"{max_chunk} is not a power of two"
         self.num_units = num_units
         self.max_chunk = min(max_chunk, 1 << (num_units.bit_length() - 1))
         """Units in the largest chunk."""
@@ -42,7 +42,7 @@ class BuddyAllocator:
                 start += 1 << order
 
     def take(self, num_units: int) -> int | None:
-        """The first unit of a chunk of `chunk_size(num_units)`; None when there is none."""
+        """The first unit of a chunk of `next_power_of_two(num_units)`; None when there is none."""
         order = (num_units - 1).bit_length()
         found = next((o for o in range(order, len(self._free)) if self._free[o]), None)
         if found is None:
@@ -87,7 +87,7 @@ class BuddyAllocator:
 
     def num_idle(self, num_units: int) -> int:
         """How many chunks for so many units the arena has when nothing is taken."""
-        size = chunk_size(num_units)
+        size = next_power_of_two(num_units)
         return self.num_units // size if size <= self.max_chunk else 0
 
     @property

@@ -185,8 +185,7 @@ class ContiguousPolicy(ReservingPolicy):
 
     def _padded(self, demand: SeqDemand) -> tuple[int, int]:
         """The longest prompt and the longest output of the batch, with it."""
-        total = demand.max_total_tokens
-        if demand.expected_total_tokens is not None:
-            total = demand.expected_total_tokens
-        num_output = max(1, total - demand.num_tokens)
-        return max(self._max_input, demand.num_tokens), max(self._max_output, num_output)
+        return (
+            max(self._max_input, demand.num_tokens),
+            max(self._max_output, demand.num_output),
+        )

@@ -270,7 +270,7 @@ class KVCacheManager(KVState):
         else:
             moves = self._pool.shrink(num_blocks)
         if moves:
-            tables = self._all_tables()
+            tables = self.tables()
             for table in tables:
                 table.block_ids[:] = [moves.get(i, i) for i in table.block_ids]
             for account in {id(table.account): table.account for table in tables}.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from octavo.errors import ConfigError
-from octavo.kv.buddy import BuddyAllocator, chunk_size
+from octavo.kv.buddy import BuddyAllocator, next_power_of_two
 from octavo.kv.policy import SeqDemand
 from octavo.kv.pool import BlockPool
 from octavo.kv.reserve import ReservingPolicy
@@ -37,7 +37,7 @@ class OrcaPolicy(ReservingPolicy):
     def attach(self, pool: BlockPool) -> None:
         """See `AllocationPolicy.attach`."""
         self._pool = pool
-        max_chunk = chunk_size(cdiv(self._max_seq_tokens, pool.block_size))
+        max_chunk = next_power_of_two(cdiv(self._max_seq_tokens, pool.block_size))
         self._arena = BuddyAllocator(pool.num_blocks, max_chunk)
         if self._estimate == "max":
             self._least_asked = self._arena.max_chunk
@@ -51,13 +51,10 @@ class OrcaPolicy(ReservingPolicy):
         most = self.max_tokens_of_one_sequence
         if self._estimate == "max":
             return most
-        total = demand.max_total_tokens
-        if demand.expected_total_tokens is not None:
-            total = demand.expected_total_tokens
-        num_output = max(1, total - demand.num_tokens)
+        num_output = demand.num_output
         if self._estimate == "pow2":
-            num_output = 1 << (num_output - 1).bit_length()
+            num_output = next_power_of_two(num_output)
         return min(demand.num_tokens + num_output, most)
 
     def _run_len(self, num_asked: int) -> int:
-        return chunk_size(cdiv(num_asked, self._pool.block_size))
+        return next_power_of_two(cdiv(num_asked, self._pool.block_size))

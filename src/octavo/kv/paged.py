@@ -57,10 +57,9 @@ class PagedPolicy:
     def why_no_room(self, demand: SeqDemand) -> None:
         """Blocks are all that it needs."""
 
-    @property
-    def max_blocks_of_one_sequence(self) -> int:
-        """The whole pool."""
-        return self._pool.num_blocks
+    def most_blocks(self, num_tokens: int) -> int:
+        """No more than they fill."""
+        return cdiv(num_tokens, self._pool.block_size)
 
     def can_admit(self, demand: SeqDemand, keep_free: int, num_shared: int) -> bool:
         """Whether the known tokens fit into free blocks; future ones are not provided for.

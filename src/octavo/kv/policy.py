@@ -45,6 +45,12 @@ class SeqDemand:
     """Whether sequences of it that end are replaced by forks of the others (beams): what one had
     stays the request's."""
 
+    @property
+    def num_output(self) -> int:
+        """Tokens that each sequence will generate, where that is known, else at most; >= 1."""
+        total = self.expected_total_tokens
+        return max(1, (self.max_total_tokens if total is None else total) - self.num_tokens)
+
 
 class Growth(NamedTuple):
     """What `grow` changed, in the terms of `plan.SeqPlan`."""
@@ -141,9 +147,9 @@ class AllocationPolicy(Protocol):
         """Most tokens one sequence can hold when it is alone in the pool."""
         ...
 
-    @property
-    def max_blocks_of_one_sequence(self) -> int:
-        """Most entries its table can have then: what rounding adds to a region is in the table."""
+    def most_blocks(self, num_tokens: int) -> int:
+        """Most entries that the table of a sequence of at most so many tokens can have: what
+        rounding adds to a region is in the table."""
         ...
 
     @property

@@ -115,10 +115,9 @@ class ReservingPolicy:
         """See `AllocationPolicy`."""
         raise NotImplementedError
 
-    @property
-    def max_blocks_of_one_sequence(self) -> int:
-        """The longest run."""
-        return self._run_len(self.max_tokens_of_one_sequence)
+    def most_blocks(self, num_tokens: int) -> int:
+        """A run for all of them."""
+        return self._run_len(num_tokens)
 
     # -- may it be done?
 

@@ -180,7 +180,7 @@ class KVState:
 
     def tables(self) -> list[BlockTable]:
         """All that hold blocks, those of ended members of a batch included: to read only."""
-        return self._all_tables()
+        return [*self._tables.values(), *self._deferred.values()]
 
     # -- may it be done?
 
@@ -253,7 +253,7 @@ class KVState:
     def ledger(self) -> PoolLedger:
         """Where every slot of the pool is (paper section 3.1), now. O(sequences)."""
         return pool_ledger(
-            self._all_tables(),
+            self.tables(),
             self._pool,
             self.bytes_per_block,
             self.policy.num_external_blocks,
@@ -265,7 +265,7 @@ class KVState:
         """Settle samples of the ledger from now on: the answer is told when sequences give their
         blocks back, and takes a sample when its owner says so."""
         self.history = LedgerHistory(
-            self.ledger, self._all_tables, max_samples=max_samples, spacing_s=spacing_s
+            self.ledger, self.tables, max_samples=max_samples, spacing_s=spacing_s
         )
         return self.history
 
@@ -304,20 +304,17 @@ class KVState:
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` naming the first block or sequence that breaks I1, I2 or I7."""
-        check_integrity(self._all_tables(), self._pool, self._pins.counts)
+        check_integrity(self.tables(), self._pool, self._pins.counts)
         check_cache(self._cache, self._holds)
         for request_id, account in self._accounts.items():
             account.check_integrity(request_id)
         self._pins.check_integrity()
-        self.policy.check_integrity(self._all_tables())
+        self.policy.check_integrity(self.tables())
         self.ledger().check_integrity()
         self.host_ledger().check_integrity()
         self.disk_ledger().check_integrity()
 
     # -- inside
-
-    def _all_tables(self) -> list[BlockTable]:
-        return [*self._tables.values(), *self._deferred.values()]
 
     def _table(self, seq_id: int) -> BlockTable:
         table = self._tables.get(seq_id)

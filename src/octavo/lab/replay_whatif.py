@@ -11,6 +11,7 @@ from octavo.lab.replay_meter import RunFigures
 from octavo.lab.replay_run import Progress, Run
 from octavo.lab.replay_workload import RecordedWorkload
 from octavo.record import EngineLimits
+from octavo.util import flag_name
 
 _ABOUT_PAGES = (
     "enable_prefix_caching", "num_host_blocks", "preemption_mode", "preemption_victim", "watermark",
@@ -58,14 +59,14 @@ def changed_limits(limits: EngineLimits, changes: dict[str, object]) -> EngineLi
     for name, value in asked.items():
         if value == getattr(limits, name):
             raise ConfigError(
-                f"{_flag(name)} {value} is what was recorded: it changes nothing, drop it"
+                f"{flag_name(name)} {value} is what was recorded: it changes nothing, drop it"
             )
         least = 0 if name == "num_host_blocks" else 1
         if isinstance(value, int) and not isinstance(value, bool) and value < least:
-            raise ConfigError(f"{_flag(name)} must be at least {least}, got {value}")
+            raise ConfigError(f"{flag_name(name)} must be at least {least}, got {value}")
         if not_paged and name in _ABOUT_PAGES:
             raise ConfigError(
-                f"{_flag(name)} has no effect under --kv-policy {policy}, which neither moves, "
+                f"{flag_name(name)} has no effect under --kv-policy {policy}, which neither moves, "
                 "keeps nor takes away blocks: drop it"
             )
     size = asked.get("block_size")
@@ -175,7 +176,3 @@ def _knows_lengths(limits: EngineLimits, changed: EngineLimits) -> bool:
     return changed.kv_policy in ("orca-oracle", "orca-pow2") and (
         changed.kv_policy != limits.kv_policy
     )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -190,11 +190,9 @@ class Planner:
                 self._pressure.line_blocked(head, beams_behind())
                 break
             num_seats = self._num_seats(head, budget)
-            if budget.num_tokens_left < 1 and not self._kv.batches_requests:
-                self._pressure.line_blocked(head, no_tokens(self._max_num_batched_tokens))
-                break
-            if num_seats > budget.num_seats_left:
-                self._pressure.line_blocked(head, no_seat(num_seats, self._max_num_seqs))
+            why = self._why_not_in_step(num_seats, budget)
+            if why is not None:
+                self._pressure.line_blocked(head, why)
                 break
             is_alone = not roster.running or _are_beams_of(search, roster.running)
             if not self._admission.fits_now(head, num_seats, pool_is_idle=is_alone):
@@ -219,13 +217,18 @@ class Planner:
         num_running = len(self._roster.running)
         budget.take(num_running, num_running)
         num_seats = self._num_seats(head, budget)
+        why = self._why_not_in_step(num_seats, budget)
+        if why is not None or self._admission.fits_now(head, num_seats, pool_is_idle=False):
+            return why
+        return self._admission.why_no_room(head, num_seats)
+
+    def _why_not_in_step(self, num_seats: int, budget: StepBudget) -> str | None:
+        """What the step lacks for one that wants so many seats; None if it lacks nothing."""
         if budget.num_tokens_left < 1 and not self._kv.batches_requests:
             return no_tokens(self._max_num_batched_tokens)
         if num_seats > budget.num_seats_left:
             return no_seat(num_seats, self._max_num_seqs)
-        if self._admission.fits_now(head, num_seats, pool_is_idle=False):
-            return None
-        return self._admission.why_no_room(head, num_seats)
+        return None
 
     def _num_seats(self, head: Sequence, budget: StepBudget) -> int:
         """Seats that have to be free for it. The first carrier of a request wants one for every
