@@ -119,6 +119,24 @@ class SeqPlan(NamedTuple):
     """Whether a token is sampled from the last position (False inside a prompt)."""
 
 
+class StepCounts(NamedTuple):
+    """What of a step decides how long it takes; sums over its sequences."""
+
+    num_prefill_tokens: int
+    """Tokens of shares of more than one, or that do not sample: prompts, and what is computed
+    again."""
+    prefill_context: int
+    """Pairs of such a token and one before it or itself: the work of their attention."""
+    num_decodes: int
+    """Sequences that compute their last token only."""
+    decode_context: int
+    """Tokens whose K and V the decodes read: the sum of their lengths."""
+    num_samples: int
+    """Tokens that are drawn."""
+    num_prompts: int
+    """Sequences that the prefill tokens belong to."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One iteration, in the order in which the runner must act on its parts.
@@ -154,6 +172,27 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
         return sum(seq.num_tokens for seq in self.seqs)
+
+    @property
+    def num_host_copies(self) -> int:
+        """Blocks that are moved to or from host memory or disk."""
+        return sum(c.kind is not CopyKind.WITHIN for c in self.copies) if self.copies else 0
+
+    def counts(self) -> StepCounts:
+        """What is in it."""
+        tokens = pairs = decodes = context = samples = prompts = 0
+        for _, start, num_tokens, _, _, sample in self.seqs:
+            samples += sample
+            if num_tokens == 1 and sample:
+                decodes += 1
+                context += start + 1
+            else:
+                prompts += 1
+                tokens += num_tokens
+                pairs += num_tokens * start + num_tokens * (num_tokens + 1) // 2
+        if self.extra_draws:
+            samples += sum(len(others) for others in self.extra_draws.values())
+        return StepCounts(tokens, pairs, decodes, context, samples, prompts)
 
 
 class TokenLogprobs(NamedTuple):

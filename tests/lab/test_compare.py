@@ -9,6 +9,7 @@ import pytest
 
 from octavo.config import KVPolicy
 from octavo.errors import ConfigError
+from octavo.kv.ledger import TERMS
 from octavo.lab.compare import Comparison, compare, config_of, rate_at_latency
 from octavo.lab.compare_tables import as_dict, tables
 from octavo.lab.config import POLICIES, SimConfig
@@ -16,7 +17,7 @@ from octavo.lab.costs import FixedCosts
 from octavo.lab.lengths import draw_lengths
 from octavo.lab.results import PoolSample, RequestTimes, SimResult
 from octavo.lab.trace import TraceRequest
-from octavo.lab.window import KINDS, Window, pool_means, window_of
+from octavo.lab.window import Window, pool_means, window_of
 
 CONFIG = SimConfig(num_blocks=983, max_num_batched_tokens=2560)
 """The pool of the paper's OPT-13B."""
@@ -101,7 +102,7 @@ def test_the_text_says_what_was_found(found: Comparison) -> None:
 def test_the_dictionary_has_every_run(found: Comparison) -> None:
     values = as_dict(found)
     assert [run["policy"] for run in values["runs"]] == list(POLICIES) * 2
-    assert set(values["runs"][0]["memory"]) == set(KINDS)
+    assert set(values["runs"][0]["memory"]) == set(TERMS)
     limits = values["rate_at_limit"]
     assert limits["paged"] is None and 0.2 < limits["orca-max"] < limits["orca-pow2"] < 4
 

@@ -78,7 +78,7 @@ def state_of(replica: Replica) -> dict[str, Any]:
         "events": scheduler.events(),
         "totals": scheduler.pressure_totals,
         "storm": (storm._level, list(storm._left), storm._num_calm_steps),
-        "watermark": scheduler._admission.watermark,
+        "watermark": scheduler.admission.watermark,
         "costs": [
             {size: tuple(window) for size, window in line._by_magnitude.items()}
             for line in (scheduler._costs._steps, scheduler._costs._copies)

@@ -71,19 +71,7 @@ class Times(NamedTuple):
 
 def counts_of(plan: StepPlan) -> Counts:
     """What is in a plan."""
-    tokens = pairs = decodes = context = samples = prompts = 0
-    for seq in plan.seqs:
-        end = seq.start + seq.num_tokens
-        samples += seq.sample
-        if seq.num_tokens == 1 and seq.sample:
-            decodes += 1
-            context += end
-        else:
-            prompts += 1
-            tokens += seq.num_tokens
-            pairs += seq.num_tokens * seq.start + seq.num_tokens * (seq.num_tokens + 1) // 2
-    samples += sum(len(further) for further in plan.extra_draws.values())
-    return Counts(tokens, pairs, decodes, context, samples, prompts)
+    return Counts(*plan.counts())
 
 
 def median_row(

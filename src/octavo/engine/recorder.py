@@ -226,7 +226,7 @@ class RecordingScheduler(Scheduler):
     @property
     def watermark(self) -> float:
         """The share of the pool that admitting leaves free now."""
-        return self._admission.watermark
+        return self.admission.watermark
 
     @property
     def max_watermark(self) -> float:

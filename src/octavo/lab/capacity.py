@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from octavo.lab.costs import StepCosts, StepShape
-from octavo.lab.slices import Slice, num_seqs
+from octavo.lab.slices import Slice
 from octavo.util import cdiv, human_bytes
 
 MAX_BATCH = 4096
@@ -68,9 +68,9 @@ class Load:
         """The means of a slice. prefixes: whether prompts are found again."""
         computed = sum(part.new_tokens()) / len(part.requests) if prefixes else part.mean_input
         requests = part.requests
-        outputs = sum(r.num_output * num_seqs(r) for r in requests)
-        seqs = sum(num_seqs(r) for r in requests)
-        held = sum(num_seqs(r) * r.num_output * (r.num_input + r.num_output / 2) for r in requests)
+        outputs = sum(r.num_output * r.num_seqs for r in requests)
+        seqs = sum(r.num_seqs for r in requests)
+        held = sum(r.num_seqs * r.num_output * (r.num_input + r.num_output / 2) for r in requests)
         return cls(part.mean_input, outputs / seqs, seqs / len(requests), held / outputs, computed)
 
     def decodes(self, batch: float) -> StepShape:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from octavo.kv.ledger import TERMS
 from octavo.lab.compare import Comparison, PolicyRun, rate_at_latency
 from octavo.lab.summary import Latency
-from octavo.lab.window import KINDS
 from octavo.util import human_bytes
 
 LIMIT_S = 0.5
@@ -81,12 +81,12 @@ def _served(runs: Sequence[PolicyRun]) -> list[str]:
     lines = [
         f"{'':20}{'served':^18}{'batch':^13}{'of the pool, %':^50}",
         f"{'policy':13}{'rate':>6} {'req/s':>8}{'tok/s':>9}{'mean':>7}{'max':>5} "
-        + "".join(f"{kind:>9}" for kind in KINDS)
+        + "".join(f"{kind:>9}" for kind in TERMS)
         + f"{'preempt':>9}",
     ]
     for run in runs:
         one = run.summary
-        shares = "".join(f"{100 * one.memory[kind]:>9.1f}" for kind in KINDS)
+        shares = "".join(f"{100 * one.memory[kind]:>9.1f}" for kind in TERMS)
         lines.append(
             f"{run.policy:13}{_rate(run):>6} {one.requests_per_s:>8.3f}"
             f"{one.output_tokens_per_s:>9,.1f}{one.mean_running:>7.1f}{run.max_running:>5} {shares}"

@@ -8,7 +8,7 @@ from ctypes import c_float
 from dataclasses import dataclass, field
 
 from octavo.lab.costs import StepShape
-from octavo.plan import BeamCandidate, BeamDraw, CopyKind, SeqResult, StepPlan, StepResult
+from octavo.plan import BeamCandidate, BeamDraw, SeqResult, StepPlan, StepResult
 
 TokenOf = Callable[[int, int], int]
 """The token that a sequence has at a position: recorded ones, for instance."""
@@ -94,32 +94,14 @@ class NullModel:
             sampled,
             beams=[self._beams.draw(draw) for draw in plan.beams],
             copy_s=copy_s,
-            num_host_copies=num_host_copies(plan),
+            num_host_copies=plan.num_host_copies,
             compute_s=compute_s,
         )
 
 
-def num_host_copies(plan: StepPlan) -> int:
-    """Blocks that a plan moves to or from host memory."""
-    return sum(copy.kind is not CopyKind.WITHIN for copy in plan.copies) if plan.copies else 0
-
-
 def shape_of(plan: StepPlan) -> StepShape:
     """What is in a step."""
-    num_prefill = prefill_context = num_decodes = decode_context = num_samples = num_prompts = 0
-    for _, start, num_tokens, _, _, sample in plan.seqs:
-        num_samples += sample
-        if num_tokens == 1 and sample:
-            num_decodes += 1
-            decode_context += start + 1
-        else:
-            num_prompts += 1
-            num_prefill += num_tokens
-            prefill_context += num_tokens * start + num_tokens * (num_tokens + 1) // 2
-    if plan.extra_draws:
-        num_samples += sum(len(others) for others in plan.extra_draws.values())
-    num_host = num_host_copies(plan)
+    counts, num_host = plan.counts(), plan.num_host_copies
     return StepShape(
-        num_prefill, prefill_context, num_decodes, decode_context, num_samples,
-        num_host, len(plan.copies) - num_host, num_prompts,
-    )  # fmt: skip
+        *counts[:5], num_host, len(plan.copies) - num_host, num_prompts=counts.num_prompts
+    )

@@ -6,12 +6,13 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from octavo.kv.ledger import TERMS
 from octavo.lab.capacity import arithmetic
 from octavo.lab.limits import Change, Limits
 from octavo.lab.search import Answer, PlanOptions
 from octavo.lab.slices import Slice
 from octavo.lab.summary import Latency
-from octavo.lab.window import KINDS, pool_means, window_of
+from octavo.lab.window import pool_means, window_of
 
 _WIDTH = 100
 _NOTABLE = 0.02
@@ -38,8 +39,8 @@ class Plan:
         trial = self.answer.trial
         window = window_of(trial.result, [r.arrival_s for r in trial.part.requests])
         means = pool_means(trial.result.samples, window)
-        total = sum(means[kind] for kind in KINDS) or 1.0
-        return {kind: means[kind] / total for kind in KINDS}
+        total = sum(means[kind] for kind in TERMS) or 1.0
+        return {kind: means[kind] / total for kind in TERMS}
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from octavo.kv.ledger import TERMS
 from octavo.lab.compare import Comparison
 from octavo.lab.compare_tables import LIMIT_S, normalized_s
 from octavo.lab.plots import Curve, Limit, cdfs, curves, save, stacked_bars, time_series
-from octavo.lab.window import KINDS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,7 +20,7 @@ def figures(found: Comparison) -> dict[str, Figure]:
     `ConfigError` without matplotlib."""
     at = _at(found)
     memory = [run.summary.memory for run in found.at_last_rate()]
-    kinds = [kind for kind in KINDS if any(shares[kind] >= 5e-4 for shares in memory)]
+    kinds = [kind for kind in TERMS if any(shares[kind] >= 5e-4 for shares in memory)]
     drawn = {
         "memory": stacked_bars(
             {

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from octavo.errors import OctavoError
+from octavo.kv.ledger import TERMS
 from octavo.kv.manager import KVCacheManager
 from octavo.lab.replay import Watcher
 from octavo.lab.summary import Latency
-from octavo.lab.window import KINDS
 from octavo.outputs import RequestMetrics
-from octavo.plan import CopyKind, StepPlan, StepResult
+from octavo.plan import StepPlan, StepResult
 from octavo.record import Aborted, Call, Finished
 from octavo.request import FinishReason, Request
 from octavo.sched import RequestStats, Scheduler
@@ -109,7 +109,7 @@ class Meter(Watcher):
             self._num_seqs += len(plan.seqs)
             self._peak_seqs = max(self._peak_seqs, len(plan.seqs))
             self._num_tokens += plan.num_tokens
-        self._num_host_copies += sum(c.kind is not CopyKind.WITHIN for c in plan.copies)
+        self._num_host_copies += plan.num_host_copies
 
     def updated(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
         """See `Watcher`."""
@@ -153,7 +153,7 @@ class Meter(Watcher):
 
     def _memory(self) -> dict[str, float]:
         mean = self._history.mean()
-        slots = {} if mean is None else {name: getattr(mean, name) for name in KINDS}
+        slots = {} if mean is None else {name: getattr(mean, name) for name in TERMS}
         num_slots = sum(slots.values())
         return {name: num / num_slots for name, num in slots.items()}
 

@@ -12,7 +12,7 @@ from octavo.kv.manager import KVCacheManager
 from octavo.kv.policies import make_policy
 from octavo.lab.config import SimConfig
 from octavo.lab.costs import StepCosts, StepShape
-from octavo.lab.null_model import NullModel, num_host_copies, own_token, shape_of
+from octavo.lab.null_model import NullModel, own_token, shape_of
 from octavo.lab.padded import PaddedBatch
 from octavo.lab.prompts import PromptMaker
 from octavo.lab.results import RequestTimes
@@ -21,7 +21,6 @@ from octavo.lab.trace import TraceRequest
 from octavo.plan import StepPlan
 from octavo.request import BeamSearchParams, Request, SamplerParams
 from octavo.sched import RequestStats, Scheduler, SeqUpdate
-from octavo.sched.admission import Admission
 from octavo.sched.stride import QuietSteps, Stride
 
 _SAMPLER = SamplerParams()
@@ -58,9 +57,6 @@ class Replica:
         ended, and when; one that is refused ends as it comes."""
         self.config, self.costs = config, costs
         self.kv, self.scheduler = _build(config)
-        self._limits = Admission(
-            self.kv, config.max_model_len, config.max_num_seqs, config.watermark
-        )
         self.model = model or NullModel()
         self.sampler = sampler or PoolSampler()
         self.times = RequestTimes() if times is None else times
@@ -109,7 +105,7 @@ class Replica:
         request = self._request(trace, arrival_s, index)
         try:
             if self._backlog or self.scheduler.num_waiting >= self._max_line:
-                self._limits.max_total_tokens(request)
+                self.scheduler.admission.max_total_tokens(request)
                 self._backlog.append((trace, arrival_s, index))
             else:
                 self._line_up(trace, request)
@@ -132,7 +128,7 @@ class Replica:
             request_id=str(index),
             prompt_token_ids=self._prompts.make(trace, index),
             sampler=_SAMPLER,
-            n=trace.beam_width or trace.n,
+            n=trace.num_seqs,
             beam=beam,
             max_tokens=trace.num_output,
             expected_output_tokens=trace.num_output,
@@ -166,7 +162,7 @@ class Replica:
 
     def _execute(self, plan: StepPlan) -> None:
         """A planned step."""
-        copy_s = self.costs.copy_s(num_host_copies(plan))
+        copy_s = self.costs.copy_s(plan.num_host_copies)
         step_s = self._step_s(plan)
         self.now_s += step_s
         self.busy_s += step_s
@@ -185,7 +181,7 @@ class Replica:
             rows = []
             for live in self._live.values():
                 if live.stats.metrics.first_scheduled_s is not None:
-                    rows.append((live.trace.beam_width or live.trace.n, live.trace.num_input))
+                    rows.append((live.trace.num_seqs, live.trace.num_input))
                 elif self.config.scheduling_policy == "fcfs":
                     break
             self._batch = PaddedBatch(self.costs, rows)
@@ -259,7 +255,7 @@ class Replica:
         times.num_cached.append(stats.kv.cached_tokens)
         self.num_cached += stats.kv.cached_tokens
         self.num_prompt += trace.num_input
-        self.num_output += trace.num_output * (trace.beam_width or trace.n)
+        self.num_output += trace.num_output * trace.num_seqs
         self.num_outstanding -= _num_tokens(trace)
         self._gone(trace, self.now_s)
 
@@ -271,7 +267,7 @@ class Replica:
 
 
 def _num_tokens(trace: TraceRequest) -> int:
-    return trace.num_input + trace.num_output * (trace.beam_width or trace.n)
+    return trace.num_input + trace.num_output * trace.num_seqs
 
 
 def _build(config: SimConfig) -> tuple[KVCacheManager, Scheduler]:

@@ -158,10 +158,7 @@ class Simulation:
         """What became of it all."""
         times, replicas = self._times, self.replicas
         samples = [one.sampler.samples(end_s) for one in replicas]
-        num_output = 0
         num_steps = sum(one.num_steps for one in replicas)
-        for one in replicas:
-            num_output += one.num_output
         return SimResult(
             num_requests=self._num_requests,
             num_refused=sum(one.num_refused for one in replicas),
@@ -175,7 +172,7 @@ class Simulation:
             num_preemptions=sum(one.scheduler.num_preemptions for one in replicas),
             num_tokens_computed=sum(one.num_tokens for one in replicas),
             num_input_tokens=sum(times.num_input),
-            num_output_tokens=num_output,
+            num_output_tokens=sum(one.num_output for one in replicas),
             num_cached_tokens=sum(one.num_cached for one in replicas),
             num_prompt_tokens=sum(one.num_prompt for one in replicas),
             wall_s=wall_s,

@@ -38,7 +38,7 @@ class Slice:
     @property
     def mean_output(self) -> float:
         """Mean output of a request, over all its sequences, in tokens."""
-        return sum(r.num_output * num_seqs(r) for r in self.requests) / len(self.requests)
+        return sum(r.num_output * r.num_seqs for r in self.requests) / len(self.requests)
 
     @property
     def max_tokens(self) -> int:
@@ -97,11 +97,6 @@ class Slice:
         """The same requests at even distances."""
         requests = [replace(r, arrival_s=i / self.rate) for i, r in enumerate(self.requests)]
         return replace(self, requests=requests)
-
-
-def num_seqs(request: TraceRequest) -> int:
-    """Sequences that a request runs."""
-    return request.beam_width or request.n
 
 
 def busiest(

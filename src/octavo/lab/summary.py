@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from octavo.kv.ledger import TERMS
 from octavo.lab.config import SimConfig
 from octavo.lab.results import SimResult
-from octavo.lab.window import KINDS, Window, pool_means, window_of
+from octavo.lab.window import Window, pool_means, window_of
 
 _Floats = npt.NDArray[np.float64]
 
@@ -119,7 +120,7 @@ class Summary:
             mean_running=means["num_running"],
             mean_held=means["num_held"],
             num_preemptions=result.num_preemptions,
-            memory={kind: means[kind] / num_slots for kind in KINDS},
+            memory={kind: means[kind] / num_slots for kind in TERMS},
             window=window,
             draining_s=_draining_s(result),
             shared_saved=means["saved"] / max(1.0, means["logical"]),

@@ -38,6 +38,11 @@ class TraceRequest:
     """Who sent it."""
 
     @property
+    def num_seqs(self) -> int:
+        """Sequences that it runs: samples or beams."""
+        return self.beam_width or self.n
+
+    @property
     def num_tokens(self) -> int:
         """Prompt and output of one sequence."""
         return self.num_input + self.num_output

@@ -207,7 +207,9 @@ def _row(part: Slice, placement: Placement, size: int, options: TuneOptions) -> 
     entries = load.context / size + 0.5
     batch = result.mean_seqs
     alone = StepShape(0, 0, max(1, round(batch)), round(batch * load.context), round(batch))
-    times = _times(result)
+    times = result.times
+    several = times.tpot_s()  # a single token has nobody behind it: 0
+    tpot_s = np.concatenate([several, np.zeros(len(times) - len(several))])
     return SizeRow(
         block_size=size,
         num_blocks=config.num_blocks,
@@ -221,9 +223,9 @@ def _row(part: Slice, placement: Placement, size: int, options: TuneOptions) -> 
         num_preemptions=result.num_preemptions,
         mean_batch=batch,
         tokens_per_s=result.num_output_tokens / result.end_s,
-        normalized_s=float(np.mean(times["normalized"])),
-        ttft_p95_s=float(np.percentile(times["ttft"], 95)),
-        tpot_p95_s=float(np.percentile(times["tpot"], 95)),
+        normalized_s=float(np.mean(times.normalized_s())),
+        ttft_p95_s=float(np.percentile(times.ttft_s(), 95)),
+        tpot_p95_s=float(np.percentile(tpot_s, 95)),
         score=0.0,
     )
 
@@ -254,22 +256,9 @@ def _noise(part: Slice, place: Place, usual: int, rival: SizeRow, options: TuneO
             if options.saturated:
                 values.append(result.num_output_tokens / result.end_s)
             else:
-                values.append(1 / float(np.mean(_times(result)["normalized"])))
+                values.append(1 / float(np.mean(result.times.normalized_s())))
         scores.append(values[0] / values[1])
     return statistics.pstdev(scores) / statistics.fmean(scores)
-
-
-def _times(result: SimResult) -> dict[str, Any]:
-    times = result.times
-    arrival, first, end = (
-        np.array(column) for column in (times.arrival_s, times.first_token_s, times.finished_s)
-    )
-    output = np.array(times.num_output)
-    return {
-        "normalized": (end - arrival) / output,
-        "ttft": first - arrival,
-        "tpot": (end - first) / np.maximum(1, output - 1),
-    }
 
 
 def _unfilled(samples: Sequence[PoolSample]) -> float:

@@ -7,11 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octavo.kv.ledger import TERMS
 from octavo.lab.results import PoolSample, SimResult
-
-KINDS = TERMS
-"""Kinds of slots, which add up to the pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

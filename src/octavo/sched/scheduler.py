@@ -76,13 +76,13 @@ class Scheduler:
         self._costs = CostModel() if costs is None else costs
         self._log = EventLog()
         self._roster = Roster(kv, policy, self._log)
-        self._admission = Admission(kv, max_model_len, max_num_seqs, watermark)
+        self.admission = Admission(kv, max_model_len, max_num_seqs, watermark)
         self._beams = BeamKeeper(self._roster)
         self._pressure = Pressure(
             kv,
             self._roster,
             self._beams,
-            self._admission,
+            self.admission,
             PreemptionPolicy(kv, self._costs, mode=preemption_mode, victim=preemption_victim),
             self._log,
             max_watermark,
@@ -90,7 +90,7 @@ class Scheduler:
         self._planner = Planner(
             kv,
             self._roster,
-            self._admission,
+            self.admission,
             self._pressure,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -119,7 +119,7 @@ class Scheduler:
                 "choose another id, or wait for its end",
                 parameter="request_id",
             )
-        max_total_tokens = self._admission.max_total_tokens(request)
+        max_total_tokens = self.admission.max_total_tokens(request)
         return self._roster.add(request, max_total_tokens).stats
 
     def abort(self, request_id: str) -> bool:
