@@ -14,7 +14,7 @@ from octavo.lab.paper.rates import (
     how,
     rate_plot,
     rate_rows,
-    ratio,
+    ratio_row,
     search_task,
 )
 from octavo.lab.paper.reference import Expected
@@ -86,18 +86,17 @@ class BasicSampling:
     ) -> Iterable[Row]:
         paper = reference.FIG12[which]
         others: tuple[KVPolicy, ...] = ("orca-oracle", "orca-pow2", "orca-max", "contiguous")
+        rates = {policy: crossing.rate for policy, crossing in found.items()}
+        searched = {policy: crossing.searched for policy, crossing in found.items()}
         for other in others:
-            name = f"{series}, {TITLES['paged']} / {TITLES[other]}"
             expected = Expected(paper["paged"] / paper[other])
             if which == _MAIN:
                 expected = reference.FIG12_RATIOS.get(other, expected)
-            found_ratio = ratio(found["paged"].rate, found[other].rate)
-            yield expected.row(self.name, name, "ratio of rates", found_ratio)
+            yield ratio_row(self.name, series, expected, rates, other)
             if which == _MAIN:
-                found_ratio = ratio(found["paged"].searched, found[other].searched)
-                yield Expected(expected.paper).row(
-                    self.name, name, "ratio of rates, searched", found_ratio
-                )
+                finely = Expected(expected.paper)
+                quantity = "ratio of rates, searched"
+                yield ratio_row(self.name, series, finely, searched, other, quantity)
 
     def _points(self, series: str, which: tuple[str, str, str], found: Crossing) -> Iterable[Row]:
         paper = dict(reference.FIG12_POINTS.get(which, ()))

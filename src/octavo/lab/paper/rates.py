@@ -148,3 +148,18 @@ def rate_rows(
         yield reference.share(rate, tolerance).row(
             figure, f"{series}, {TITLES[policy]}", RATE, here[policy]
         )
+
+
+def ratio_row(
+    figure: str,
+    series: str,
+    expected: reference.Expected,
+    here: Mapping[KVPolicy, float | None],
+    other: KVPolicy,
+    quantity: str = "ratio of rates",
+) -> Row:
+    """How many times as much paging serves as another system. `series`: empty, or whose rates."""
+    name = f"{TITLES['paged']} / {TITLES[other]}"
+    if series:
+        name = f"{series}, {name}"
+    return expected.row(figure, name, quantity, ratio(here["paged"], here[other]))

@@ -15,10 +15,10 @@ from octavo.lab.paper.rates import (
     how,
     rate_plot,
     rate_rows,
-    ratio,
+    ratio_row,
     search_task,
 )
-from octavo.lab.paper.systems import ITERATION_LEVEL, ORCAS, TITLES, paper_costs
+from octavo.lab.paper.systems import ITERATION_LEVEL, ORCAS, paper_costs
 from octavo.lab.paper.workloads import Chat, Plain, Translation, Workloads
 
 _BEAMS = Length(max_s=300.0, min_s=90.0, num_requests=400)
@@ -59,14 +59,8 @@ class ManySequences:
             here = {policy: crossing.rate for policy, crossing in found.items()}
             series = f"{kind} {width}"
             rows += rate_rows(self.name, series, paper, here)
-            rows.append(
-                reference.share(paper["paged"] / paper["orca-oracle"], 0.25).row(
-                    self.name,
-                    f"{series}, {TITLES['paged']} / {TITLES['orca-oracle']}",
-                    "ratio of rates",
-                    ratio(here["paged"], here["orca-oracle"]),
-                )
-            )
+            expected = reference.share(paper["paged"] / paper["orca-oracle"], 0.25)
+            rows.append(ratio_row(self.name, series, expected, here, "orca-oracle"))
             plots.append(rate_plot(f"OPT-13B, Alpaca, {series}", found, paper))
         return FigureResult(
             name=self.name,
@@ -118,14 +112,8 @@ class SharedPrefix:
             series = f"prefix of {tokens}"
             paper = dict(zip(self.systems, rates, strict=True))
             rows += rate_rows(self.name, series, paper, here)
-            rows.append(
-                reference.share(reference.FIG16_TEXT[tokens], 0.25).row(
-                    self.name,
-                    f"{series}, {TITLES['paged']} / {TITLES['orca-oracle']}",
-                    "ratio of rates",
-                    ratio(here["paged"], here["orca-oracle"]),
-                )
-            )
+            expected = reference.share(reference.FIG16_TEXT[tokens], 0.25)
+            rows.append(ratio_row(self.name, series, expected, here, "orca-oracle"))
             plots.append(
                 rate_plot(f"LLaMA-13B, WMT16 en-de, prefix of {tokens} tokens", found, paper)
             )
@@ -172,15 +160,8 @@ class Chatbot:
         here = {policy: crossing.rate for policy, crossing in found.items()}
         rows = list(rate_rows(self.name, "chat", reference.FIG17, here))
         for other in ORCAS:
-            expected = reference.FIG17["paged"] / reference.FIG17[other]
-            rows.append(
-                reference.share(expected, 0.34).row(
-                    self.name,
-                    f"{TITLES['paged']} / {TITLES[other]}",
-                    "ratio of rates",
-                    ratio(here["paged"], here[other]),
-                )
-            )
+            expected = reference.share(reference.FIG17["paged"] / reference.FIG17[other], 0.34)
+            rows.append(ratio_row(self.name, "", expected, here, other))
         return FigureResult(
             name=self.name,
             title="Fig. 17: chat",
