@@ -13,12 +13,13 @@ BIN      := $(VENV)/bin
 PIP      := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 INPUTS   := pyproject.toml setup.py constraints.txt
 TEST_CASE ?= tests
+GPU_TESTS ?= tests/gpu tests/ops/gpu tests/runner tests/sampling tests/models tests/engine
 
 .DEFAULT_GOAL := help
-.PHONY: help demo chat test lint format bench clean
+.PHONY: help demo chat test test-gpu lint format bench clean
 
 help:  ## list the commands
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 	@echo
 	@echo "  Linux without a GPU: PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu'"
 	@echo "  keeps pip from fetching torch's CUDA build, which is several GB larger."
@@ -52,6 +53,9 @@ chat: $(VENV)/.installed  ## talk with the default model
 
 test: $(VENV)/.installed-test  ## install what the tests need and run them; ARGS="-k name"
 	$(BIN)/python -m pytest $(TEST_CASE) $(ARGS)
+
+test-gpu: $(VENV)/.installed-test  ## run on an NVIDIA GPU the tests that it makes a difference to
+	OCTAVO_TEST_DEVICE=cuda $(BIN)/python -m pytest $(GPU_TESTS) $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## ruff, ruff format, mypy
 	$(BIN)/ruff check .

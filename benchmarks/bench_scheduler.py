@@ -1,6 +1,7 @@
 """What the scheduler costs: `schedule()` + `update()` with many sequences decoding.
 
     python benchmarks/bench_scheduler.py [--num-seqs 256] [--steps 2000] [--block-size 16]
+        [--plan-ahead]
 
 Prompts have nothing in common. The prefix cache is on, unless `--no-prefix-caching`: full blocks
 are remembered, none is found. Prints the median time of a step; the last line is JSON.
@@ -13,6 +14,7 @@ import gc
 import json
 import statistics
 import time
+from collections import deque
 
 from octavo.kv import KVCacheManager
 from octavo.plan import SeqResult, StepPlan, StepResult
@@ -27,7 +29,9 @@ def answer(plan: StepPlan) -> StepResult:
     return StepResult(plan.step_id, [SeqResult(s.seq_id, 1, None) for s in plan.seqs if s.sample])
 
 
-def saturated(num_seqs: int, max_len: int, block_size: int, prefix_caching: bool) -> Scheduler:
+def saturated(
+    num_seqs: int, max_len: int, block_size: int, prefix_caching: bool, plan_ahead: bool
+) -> Scheduler:
     """A scheduler with `num_seqs` sequences, prefilled and decoding."""
     num_blocks = num_seqs * (max_len // block_size + 2)
     scheduler = Scheduler(
@@ -35,6 +39,7 @@ def saturated(num_seqs: int, max_len: int, block_size: int, prefix_caching: bool
         max_num_seqs=num_seqs,
         max_num_batched_tokens=max(8192, num_seqs),
         max_model_len=max_len,
+        plan_ahead=plan_ahead,
     )
     for i in range(num_seqs):
         # Different lengths, so that sequences cross block borders in different steps.
@@ -62,10 +67,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--no-prefix-caching", dest="prefix_caching", action="store_false")
+    parser.add_argument("--plan-ahead", action="store_true", help="a step is always under way")
     args = parser.parse_args()
     max_len = _PROMPT_LEN + args.block_size + args.steps + 100
-    scheduler = saturated(args.num_seqs, max_len, args.block_size, args.prefix_caching)
+    scheduler = saturated(
+        args.num_seqs, max_len, args.block_size, args.prefix_caching, args.plan_ahead
+    )
     schedule_s, update_s = [], []
+    under_way = deque([scheduler.schedule(0.0)] if args.plan_ahead else [])
     gc.collect()
     for step in range(args.steps):
         now_s = float(step)
@@ -73,7 +82,8 @@ def main() -> None:
         plan = scheduler.schedule(now_s)
         t1 = time.perf_counter()
         assert plan is not None and len(plan.seqs) == args.num_seqs
-        result = answer(plan)
+        under_way.append(plan)
+        result = answer(under_way.popleft())
         t2 = time.perf_counter()
         scheduler.update(result, now_s)
         t3 = time.perf_counter()
@@ -85,6 +95,7 @@ def main() -> None:
         "steps": args.steps,
         "block_size": args.block_size,
         "prefix_caching": args.prefix_caching,
+        "plan_ahead": args.plan_ahead,
         "schedule_us": round(statistics.median(schedule_s) * 1e6, 1),
         "update_us": round(statistics.median(update_s) * 1e6, 1),
         "step_us": round(statistics.median(total_s) * 1e6, 1),

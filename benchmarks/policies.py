@@ -2,6 +2,7 @@
 
     python benchmarks/policies.py LENGTHS.csv
     python benchmarks/policies.py LENGTHS.csv --num-requests 96 --rounds 3
+    python benchmarks/policies.py LENGTHS.csv --shape llama2-13b --one-at-a-time   # on a GPU
 
 LENGTHS.csv (.gz or not) has `input_tokens` and `output_tokens`; prompts are random ids, outputs
 have exactly the listed lengths. Two things are measured, with one engine a policy in one process:
@@ -10,6 +11,11 @@ have exactly the listed lengths. Two things are measured, with one engine a poli
   sequences in a step, mean latency. Policies take turns; each of `--rounds` tells its ratios.
 * at low load: `--num-low` requests one after another, each answered by every engine in turn before
   the next one, so that a change of the machine's speed hits all alike; seconds a request.
+
+With --one-at-a-time there is one engine at a time, for models that do not fit the memory twice: a
+policy's rounds and its requests at low load come before the next policy's. --shape takes random
+weights of a model's shape; the default pool of 983 blocks of 16 holds 15,728 tokens, as that of the
+PagedAttention paper's OPT-13B on an A100 of 40 GB.
 
 `contiguous` does not compute the padding that FasterTransformer computes, and hands tokens out as
 they come: what is measured here is its memory, which flatters it. The last line is JSON.
@@ -20,8 +26,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -29,6 +36,9 @@ from typing import Any, get_args
 from octavo import LLM, SamplingParams
 from octavo.bench.workload import Sample, read_workload
 from octavo.config import KVPolicy
+
+sys.path.insert(0, str(Path(__file__).parent))
+from dummy_models import MODELS, write_model
 
 
 @dataclass(frozen=True)
@@ -103,34 +113,93 @@ def ratio(rounds: Sequence[Round], policy: str, name: str, num_rounds: int) -> d
     return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
 
 
-def main() -> None:
-    """Measure and print."""
+Start = Callable[[str], LLM]
+"""An engine under a policy."""
+
+
+def tell(one: Round) -> None:
+    """Print a round."""
+    print(
+        f"  {one.policy:<12} {one.output_tokens_per_s:7.1f} tokens/s, {one.mean_seqs:5.1f} "
+        f"sequences a step, latency {one.mean_latency_s:6.1f} s, {one.tokens_pct:4.1f} % "
+        f"of the pool held tokens, {one.num_preemptions} preemptions",
+        flush=True,
+    )
+
+
+def in_turns(
+    start: Start, args: argparse.Namespace, crowd: Sequence[Sample], few: Sequence[Sample]
+) -> tuple[list[Round], dict[str, list[float]]]:
+    """All engines at a time, which take turns; (rounds, seconds at low load)."""
+    engines = {policy: start(policy) for policy in args.policies}
+    rounds = []
+    for number in range(args.rounds):
+        names = list(engines)
+        for policy in names[number % len(names) :] + names[: number % len(names)]:
+            rounds.append(under_pressure(engines[policy], policy, crowd))
+            tell(rounds[-1])
+    low = at_low_load(engines, few)
+    for engine in engines.values():
+        engine.close()
+    return rounds, low
+
+
+def one_at_a_time(
+    start: Start, args: argparse.Namespace, crowd: Sequence[Sample], few: Sequence[Sample]
+) -> tuple[list[Round], dict[str, list[float]]]:
+    """The same with one engine after another."""
+    rounds, low = [], {}
+    for policy in args.policies:
+        with start(policy) as engine:
+            at_low_load({policy: engine}, few[:1])  # warms up
+            for _ in range(args.rounds):
+                rounds.append(under_pressure(engine, policy, crowd))
+                tell(rounds[-1])
+            low |= at_low_load({policy: engine}, few)
+    return rounds, low
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("lengths", type=Path)
     parser.add_argument("--model", help="by default octavo's own")
+    parser.add_argument("--shape", choices=MODELS, help="random weights of this shape instead")
     parser.add_argument("--policies", nargs="+", default=list(get_args(KVPolicy)))
     parser.add_argument("--num-requests", type=int, default=64)
     parser.add_argument("--num-low", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--num-blocks", type=int, default=983)
     parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--one-at-a-time", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if "paged" not in args.policies:
         parser.error("--policies must name paged: the others are compared with it")
+    return args
+
+
+def main() -> None:
+    """Measure and print."""
+    args = parse()
     options: dict[str, Any] = {} if args.model is None else {"model": args.model}
-    engines = {
-        policy: LLM(
-            **options, dtype=args.dtype, kv_policy=policy, num_gpu_blocks_override=args.num_blocks,
-            max_model_len=args.max_model_len, enable_prefix_caching=False, swap_space=0,
-            preemption_mode="recompute", skip_tokenizer_init=True,
-        )
-        for policy in args.policies
-    }  # fmt: skip
     vocab_size = 49_152
+    if args.shape is not None:
+        options = {"model": str(write_model(args.shape)), "load_format": "dummy"}
+        vocab_size = MODELS[args.shape]["vocab_size"]
+
+    def start(policy: str) -> LLM:
+        return LLM(
+            **options, dtype=args.dtype, device=args.device, kv_policy=policy,
+            num_gpu_blocks_override=args.num_blocks, max_model_len=args.max_model_len,
+            enable_prefix_caching=False, swap_space=0, preemption_mode="recompute",
+            skip_tokenizer_init=True,
+        )  # fmt: skip
+
     workload = read_workload(
         args.lengths, args.num_requests + args.num_low, vocab_size=vocab_size,
         max_model_len=args.max_model_len - 1, seed=args.seed,
@@ -141,19 +210,8 @@ def main() -> None:
         f" {sum(s.output_len for s in crowd):,} out; pool of {args.num_blocks} blocks of 16",
         flush=True,
     )
-    rounds = []
-    for number in range(args.rounds):
-        names = list(engines)
-        for policy in names[number % len(names) :] + names[: number % len(names)]:
-            one = under_pressure(engines[policy], policy, crowd)
-            rounds.append(one)
-            print(
-                f"  {policy:<12} {one.output_tokens_per_s:7.1f} tokens/s, {one.mean_seqs:5.1f} "
-                f"sequences a step, latency {one.mean_latency_s:6.1f} s, {one.tokens_pct:4.1f} % "
-                f"of the pool held tokens, {one.num_preemptions} preemptions",
-                flush=True,
-            )
-    low = at_low_load(engines, few)
+    measure = one_at_a_time if args.one_at_a_time else in_turns
+    rounds, low = measure(start, args, crowd, few)
     found: dict[str, Any] = {
         "rounds": [asdict(r) for r in rounds],
         "low_load_s": low,
@@ -172,8 +230,6 @@ def main() -> None:
             f"paged over {policy:<12} throughput {rates['median']:.2f} ({rates['min']:.2f} to "
             f"{rates['max']:.2f}), batch {batches['median']:.2f}, latency at low load {slower:.3f}"
         )
-    for engine in engines.values():
-        engine.close()
     print(json.dumps(found))
 
 

@@ -27,7 +27,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -55,17 +55,23 @@ class Bench:
         self.llm = llm
         self._executing_s = 0.0
         core = llm._engine.engine.core  # no public interface tells the runner's time
-        execute = core._execute
-        assert execute is not None
+        launch = core._launch
+        assert launch is not None
 
-        def timed(plan: StepPlan) -> StepResult:
+        def timed(plan: StepPlan) -> Callable[[], StepResult]:
             begin = time.perf_counter()
-            try:
-                return execute(plan)
-            finally:
-                self._executing_s += time.perf_counter() - begin
+            wait = launch(plan)
+            self._executing_s += time.perf_counter() - begin
 
-        core._execute = timed
+            def timed_wait() -> StepResult:
+                begin = time.perf_counter()
+                result = wait()
+                self._executing_s += time.perf_counter() - begin
+                return result
+
+            return timed_wait
+
+        core._launch = timed
 
     def run(self, prompts: list[list[int]], num_out: int) -> Run:
         """All prompts at once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,12 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if os.environ.get("OCTAVO_TEST_DEVICE", "cpu") == "cpu":
+    # Both are read when torch and triton are first used: engines choose the CPU, and GPU kernels
+    # run, slowly, on its tensors. With OCTAVO_TEST_DEVICE=cuda the same tests run on a GPU.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile(
     "octavo",
@@ -29,9 +36,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
+        skip = pytest.mark.skip(reason="needs an NVIDIA GPU and OCTAVO_TEST_DEVICE=cuda")
         for item in marked:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_pools_on_a_gpu() -> None:
+    """An engine that is told no size takes all of a GPU; here several share one."""
+    if os.environ.get("OCTAVO_TEST_DEVICE", "cpu") != "cpu":
+        from octavo.config import EngineConfig
+
+        EngineConfig.__init__.__kwdefaults__["kv_cache_memory_bytes"] = 1 << 28
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from os import PathLike, fspath
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from octavo.errors import ConfigError
 from octavo.util import flag_name
@@ -17,7 +17,10 @@ from octavo.util import flag_name
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """Served when no model is named."""
 
-DType = Literal["auto", "float32", "bfloat16"]
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+KVCacheDType = Literal["auto", "fp8"]
+AttentionName = Literal["auto", "triton", "flashinfer", "fa3", "cpu", "gather"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 MAX_THREADS = 1024
 """Far more than any machine makes use of; far fewer than bring a process down."""
@@ -25,6 +28,7 @@ MAX_THREADS = 1024
 MAX_SWAP_SPACE = 65_536
 """GiB: more than any host has."""
 
+GPU_MEMORY_UTILIZATION = 0.92
 _DISK_BYTES = 4 * 2**30
 """Of the disk tier, where nothing else was asked for."""
 
@@ -32,6 +36,16 @@ KVPolicy = Literal["paged", "contiguous", "orca-max", "orca-pow2", "orca-oracle"
 PreemptionMode = Literal["recompute", "swap", "auto"]
 PreemptionVictim = Literal["last-come", "lowest-cost", "priority"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+
+
+class StepLimits(NamedTuple):
+    """How much one step computes at most."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+_DEFAULT_LIMITS = {"cpu": StepLimits(256, 512), "cuda": StepLimits(1024, 8192)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,20 +58,30 @@ class EngineConfig:
     """Folder, .gguf file or hub name of the tokenizer; the model's own by default."""
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
+    device: Device = "auto"
+    """Where the model runs; auto: the first NVIDIA GPU, or the CPU where there is none."""
     dtype: DType = "auto"
-    """Computation and KV cache type; auto: bfloat16 where the CPU multiplies it fast, else
-    float32."""
+    """Computation type; auto: the checkpoint's own on a GPU (float32 ones in bfloat16), on a CPU
+    bfloat16 where it multiplies that fast, else float32."""
+    kv_cache_dtype: KVCacheDType = "auto"
+    """Type of the KV cache; auto: as dtype. fp8 (e4m3, a scale for each token and head) halves it;
+    GPUs only."""
     max_model_len: int | None = None
     """Longest context (prompt and output) of a sequence; the model's own limit by default."""
     block_size: int = 16
     """Tokens in a KV block."""
-    max_num_seqs: int = 256
-    """Most sequences in one step."""
-    max_num_batched_tokens: int = 512
-    """Most tokens computed in one step; longer prompts are computed in chunks."""
+    max_num_seqs: int | None = None
+    """Most sequences in one step; by default 256 on a CPU, 1,024 on a GPU."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens computed in one step; longer prompts are computed in chunks. By default 512 on a
+    CPU, 8,192 on a GPU."""
+    gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
+    """Share of the GPU's whole memory that the engine takes, other processes' included: weights,
+    activations, graphs, and what is left for the KV pool."""
     kv_cache_memory_bytes: int | None = None
-    """Bytes for the KV pool; by default half of what is free after the weights, and never more
-    than max_num_seqs sequences of max_model_len can use."""
+    """Bytes for the KV pool. By default, on a GPU what gpu_memory_utilization leaves; on a CPU half
+    of what is free after the weights, and never more than max_num_seqs sequences of max_model_len
+    can use."""
     num_gpu_blocks_override: int | None = None
     """Exact number of KV blocks (the name is vLLM's; it holds for CPUs too)."""
     kv_policy: KVPolicy = "paged"
@@ -84,6 +108,14 @@ class EngineConfig:
     """Most bytes kept in kv_disk_dir."""
     scheduling_policy: SchedulingPolicy = "fcfs"
     """Order in which waiting requests are admitted; priority: smaller numbers first."""
+    attention_backend: AttentionName = "auto"
+    """Attention kernels; auto: the fastest that this machine can run, with the reason logged."""
+    enforce_eager: bool = False
+    """Launch every kernel of a step from Python instead of replaying recorded steps (CUDA graphs,
+    or the CPU's recorded calls): slower, with less memory."""
+    async_scheduling: bool | None = None
+    """Plan and launch a step before the tokens of the one before have reached the host; by default
+    on a GPU only. Tokens are the same; a stop is noticed one step late."""
     seed: int = 0
     """Source of the seeds of requests that bring none, and of dummy weights."""
     load_format: LoadFormat = "auto"
@@ -103,7 +135,7 @@ class EngineConfig:
             "kv_cache_memory_bytes", "num_gpu_blocks_override", "num_threads", "kv_disk_bytes",
         ):  # fmt: skip
             value = getattr(self, name)
-            if value is None and name not in ("block_size", "max_num_seqs", "kv_disk_bytes"):
+            if value is None and name not in ("block_size", "kv_disk_bytes"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
@@ -115,12 +147,7 @@ class EngineConfig:
         self._check_text_and_switches()
         self._check_policy()
         self._check_tiers()
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
-                f"max_num_seqs={self.max_num_seqs}: every running sequence computes at least one "
-                "token a step; raise the first or lower the second"
-            )
+        self._check_device()
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise ConfigError(
                 f"tokenizer={self.tokenizer!r} would not be loaded under skip_tokenizer_init: "
@@ -139,9 +166,37 @@ class EngineConfig:
                 object.__setattr__(self, name, value)
             if not isinstance(value, str) and (value is not None or name == "model"):
                 raise ConfigError(f"{name} must be a string, got {value!r}")
-        for name in ("skip_tokenizer_init", "enable_prefix_caching"):
+        for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+
+    def _check_device(self) -> None:
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if seqs is not None and tokens is not None and tokens < seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={tokens} is less than max_num_seqs={seqs}: every running "
+                "sequence computes at least one token a step; raise the first or lower the second"
+            )
+        share = self.gpu_memory_utilization
+        number = isinstance(share, int | float) and not isinstance(share, bool)
+        if not number or not 0 < share <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization must be a share above 0 and at most 1, got {share!r}"
+            )
+        if self.async_scheduling not in (None, True, False):
+            raise ConfigError(
+                f"async_scheduling must be True, False or None, got {self.async_scheduling!r}"
+            )
+        if self.device == "cpu":
+            for name, is_set in (
+                ("kv_cache_dtype", self.kv_cache_dtype != "auto"),
+                ("gpu_memory_utilization", share != GPU_MEMORY_UTILIZATION),
+            ):
+                if is_set:
+                    raise ConfigError(
+                        f"{name}={getattr(self, name)!r} needs a GPU and device is 'cpu': leave "
+                        f"{flag_name(name)} or --device out"
+                    )
 
     def _check_tiers(self) -> None:
         space = self.swap_space
@@ -201,13 +256,39 @@ class EngineConfig:
                 raise ConfigError(f"unknown engine option {key!r}{hint}")
         return cls(**kwargs)
 
+    def for_device(self, device: Literal["cpu", "cuda"]) -> EngineConfig:
+        """A copy for that device, with what depends on its kind chosen: limits of a step, and
+        whether steps overlap. Raises `ConfigError` for what has no effect there."""
+        limits = _DEFAULT_LIMITS[device]
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if seqs is None:
+            seqs = limits.max_num_seqs if tokens is None else min(limits.max_num_seqs, tokens)
+        if tokens is None:
+            tokens = max(limits.max_num_batched_tokens, seqs)
+        overlap = self.async_scheduling
+        return self.replace(
+            device=device,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=tokens,
+            async_scheduling=device == "cuda" if overlap is None else overlap,
+        )
+
+    def limits(self) -> StepLimits:
+        """Of a configuration that was made `for_device`."""
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        assert seqs is not None and tokens is not None, "not chosen yet: the device is not known"
+        return StepLimits(seqs, tokens)
+
     def replace(self, **changes: Any) -> EngineConfig:
         """A copy with some fields changed, validated again."""
         return dataclasses.replace(self, **changes)
 
 
 _CHOICES: dict[str, Any] = {
+    "device": Device,
     "dtype": DType,
+    "kv_cache_dtype": KVCacheDType,
+    "attention_backend": AttentionName,
     "load_format": LoadFormat,
     "kv_policy": KVPolicy,
     "preemption_mode": PreemptionMode,

@@ -75,6 +75,10 @@ class NumericsError(OctavoError):
     """The model computed NaN or infinity: its weights, or their type, cannot be used."""
 
 
+class DeviceLostError(OctavoError):
+    """The device does not compute any more in this process: no later step can succeed."""
+
+
 class StepFailedError(OctavoError):
     """The runner failed in a step; the requests in `request_ids` were aborted, others go on."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING, Any
 
 from octavo.request import FinishReason
 
@@ -23,8 +24,30 @@ PositionLogprobs = dict[int, Logprob]
 """By token id: the sampled (or prompt) token and the requested number of most probable ones."""
 
 
+class _CutWhenRead:
+    """Lists that are the beginnings of longer, growing ones: copied when they are first read."""
+
+    __slots__ = ("_all_logprobs", "_all_token_ids", "_num_tokens")
+    _all_token_ids: list[int]
+    _all_logprobs: list[PositionLogprobs]
+    _num_tokens: int
+
+    if not TYPE_CHECKING:  # it would hide misspelt names
+
+        def __getattr__(self, name: str) -> Any:
+            """Of a field that is not set."""
+            if name == "token_ids":
+                value = self._all_token_ids[: self._num_tokens]
+            elif name == "logprobs":
+                value = self._all_logprobs[: self._num_tokens]
+            else:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            setattr(self, name, value)
+            return value
+
+
 @dataclass(slots=True)
-class CompletionOutput:
+class CompletionOutput(_CutWhenRead):
     """One of a request's `n` completions."""
 
     index: int
@@ -41,6 +64,47 @@ class CompletionOutput:
     score: float | None = None
     """What it was ranked by: of `best_of` the mean logprob a token, of a beam its sum of logprobs
     over the length penalty. None where nothing is ranked."""
+
+    @classmethod
+    def so_far(
+        cls,
+        index: int,
+        text: str,
+        token_ids: list[int],
+        cumulative_logprob: float | None,
+        logprobs: list[PositionLogprobs] | None,
+        finish_reason: FinishReason | None,
+        stop_reason: int | str | None,
+        score: float | None,
+    ) -> CompletionOutput:
+        """With lists that others go on appending to (and do nothing else to): of them it has what
+        is in them now. Costs the same whatever their length."""
+        output = cls.__new__(cls)
+        output.index = index
+        output.text = text
+        output._all_token_ids = token_ids
+        output._num_tokens = len(token_ids)
+        output.cumulative_logprob = cumulative_logprob
+        if logprobs is None:
+            output.logprobs = None
+        else:
+            output._all_logprobs = logprobs
+        output.finish_reason = finish_reason
+        output.stop_reason = stop_reason
+        output.score = score
+        return output
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CompletionOutput, (
+            self.index,
+            self.text,
+            self.token_ids,
+            self.cumulative_logprob,
+            self.logprobs,
+            self.finish_reason,
+            self.stop_reason,
+            self.score,
+        )
 
 
 class MissReason(StrEnum):

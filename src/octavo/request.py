@@ -271,6 +271,17 @@ class SamplerParams:
     """None: no logprobs. 0: the sampled token's only."""
     num_prompt_logprobs: int | None = None
 
+    @property
+    def needs_past(self) -> bool:
+        """Whether a token depends on which tokens were sampled before it by more than the model:
+        it cannot be drawn while its predecessor is not known on the host."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+            or any(len(word) > 1 for word in self.bad_words)
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:

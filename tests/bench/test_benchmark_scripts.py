@@ -45,6 +45,16 @@ def throughput() -> Iterator[ModuleType]:
     yield from load("prefix_throughput")
 
 
+@pytest.fixture(scope="module")
+def serving() -> Iterator[ModuleType]:
+    yield from load("gpu_serving")
+
+
+@pytest.fixture(scope="module")
+def policies() -> Iterator[ModuleType]:
+    yield from load("policies")
+
+
 def write_trace(path: Path, rows: list[dict[str, Any]], block_tokens: int) -> Path:
     lines = [{"header": {"block_tokens": block_tokens}}, *rows]
     path.write_bytes(gzip.compress("".join(json.dumps(x) + "\n" for x in lines).encode()))
@@ -138,3 +148,80 @@ def test_shared_prompts_share_exactly(throughput: ModuleType) -> None:
     heads, tails = {tuple(p[:30]) for p in prompts}, {p[30] for p in prompts}
     assert len(heads) == 1 and len(tails) == 3
     assert statistics.fmean(len(p) for p in prompts) == 40
+
+
+def write_lengths(path: Path, rows: list[tuple[int, int]]) -> Path:
+    lines = ["input_tokens,output_tokens", *(f"{i},{o}" for i, o in rows)]
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    return path
+
+
+def test_lengths_are_filtered_and_shuffled_as_the_peers_are(
+    serving: ModuleType, tmp_path: Path
+) -> None:
+    rows = [(i, 2 * i) for i in range(3, 40)]
+    path = write_lengths(tmp_path / "l.csv.gz", [(3, 9), (9, 3), (50, 50), *rows])
+    found = serving.read_trace(path, 8, 7, 100)
+    expected = rows[1:31]  # (3, 6) is too short, (34, 68) too long
+    random.Random(7).shuffle(expected)
+    assert found == expected[:8]
+
+
+CPU = ["--device", "cpu", "--max-len", "128", "--num-gpu-blocks-override", "64"]
+
+
+def test_serving_a_dummy_model(
+    serving: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_lengths(tmp_path / "l.csv.gz", [(5, 6), (9, 4), (4, 12)])
+    batches = ["--batches", "1,2", "--batch-input", "8", "--batch-output", "4", "--no-stream"]
+    out = tmp_path / "ours.jsonl"
+    options = [*CPU, *batches, "--busy", "--out", str(out), "--max-num-seqs", "16"]
+    serving.main(["run", "tiny", str(path), *options])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["case"] for line in lines] == [
+        "startup", "trace", "trace", "busy", "batch", "batch",
+    ]  # fmt: skip
+    trace = lines[1]
+    assert (trace["requests"], trace["input_tokens"], trace["output_tokens"]) == (3, 18, 22)
+    assert trace["steps"] == 12
+    assert [json.loads(line) for line in out.read_text().splitlines()] == lines
+    assert lines[4]["itl_ms"] * 4 == pytest.approx(
+        1e3 * (lines[4]["total_s"] - lines[4]["prefill_s"]), abs=1.5
+    )
+
+
+def test_figures_side_by_side(serving: ModuleType, tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "a", tmp_path / "b"
+    trace = {"case": "trace", "model": "llama8b", "requests": 2000}
+    batch = {"case": "batch", "model": "llama8b", "batch": 8, "input_tokens": 512}
+    rows = [trace | {"out_tok_s": x} for x in (19e3, 20e3, 25e3)]
+    rows += [batch | {"itl_ms": 4.5, "prefill_s": 0.09}]
+    ours.write_text("\n".join(map(json.dumps, rows)))
+    other = [trace | {"out_tok_s": 10e3}, batch | {"itl_ms": 9.0}]
+    theirs.write_text("INFO: a line of a log\n" + "\n".join(map(json.dumps, other)))
+    table = serving.table(ours, theirs, ["octavo", "vLLM"]).splitlines()
+    assert table[1].split() == [
+        "llama8b", "output", "tokens/s,", "2,000", "requests", "2e+04", "1e+04", "2.00x",
+    ]  # fmt: skip
+    assert table[2].endswith(
+        "decode step, ms, 8 x 512                             4.5           9      2.00x"
+    )
+    assert table[3].split()[-1] == "0.09"  # the other one has none
+
+
+def test_policies_one_at_a_time(
+    policies: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = write_lengths(tmp_path / "l.csv.gz", [(4 + i, 3 + i) for i in range(6)])
+    words = ["--shape", "tiny", "--num-requests", "4", "--num-low", "2", "--rounds", "1"]
+    words += ["--num-blocks", "8", "--max-model-len", "64", "--device", "cpu", "--one-at-a-time"]
+    words += ["--policies", "paged", "orca-max"]
+    monkeypatch.setattr(sys, "argv", ["policies.py", str(path), *words])
+    policies.main()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [r["policy"] for r in found["rounds"]] == ["paged", "orca-max"]
+    assert found["paged_over"]["orca-max"]["batch"]["median"] > 1

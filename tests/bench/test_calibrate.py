@@ -175,7 +175,7 @@ def test_an_interrupted_measurement_leaves_the_engine_as_it_was(
 ) -> None:
     with LLM(config=engine_config(config(tiny_model_path))) as llm:
         probe = Probe(llm)
-        known = llm._engine.engine.core._execute.__self__.inputs.seqs  # type: ignore[union-attr]
+        known = llm._engine.engine.core._launch.__self__.inputs.seqs  # type: ignore[union-attr]
         llm.generate([[5]], use_tqdm=False)
         before = set(known)
         run, countdown = probe.run, 0

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from octavo import LLM, EngineConfig, EngineEvent, EventKind, SamplingParams
-from octavo.errors import RequestCapacityError
+from octavo.errors import ConfigError, RequestCapacityError
+from octavo.ops.cpu import gemm, native
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "num_gpu_blocks_override": 64, "max_num_seqs": 8, "num_threads": 1,
@@ -97,6 +99,27 @@ def kv_bytes_per_number(llm: LLM) -> int:
     return llm.memory_report().plan.shape.element_bytes
 
 
+def backend(llm: LLM) -> str:
+    return llm.config.attention_backend
+
+
+def replays_steps(llm: LLM) -> bool:
+    """Whether decode steps are recorded, of a model whose steps can be."""
+    tokens_of(llm, max_tokens=3)
+    runner: Any = llm._engine.engine.core._launch.__self__  # type: ignore[union-attr]
+    return runner._replay is not None
+
+
+def most_plans_under_way(llm: LLM) -> int:
+    core = llm._engine.engine.core
+    most = 0
+    llm._engine.engine.add("r", "A", SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    while core.has_unfinished():
+        llm._engine.engine.step()
+        most = max(most, len(core._pipeline))
+    return 1 + most  # and the one whose result it took
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """What a field changes."""
@@ -110,10 +133,15 @@ class Case:
     """Further options, in both."""
 
 
+DEFAULT_BACKEND = "gather" if native.load() is None else "cpu"
+REPLAYS = gemm.is_available() and native.load() is not None
 TIGHT = {"num_gpu_blocks_override": 38, "block_size": 4, "max_model_len": 100}
 
 CASES: dict[str, Case] = {
     "dtype": Case("bfloat16", kv_bytes_per_number, 4, 2),
+    "attention_backend": Case("gather", backend, DEFAULT_BACKEND, "gather"),
+    "async_scheduling": Case(True, most_plans_under_way, 1, 2),
+    "enforce_eager": Case(True, replays_steps, REPLAYS, False, {"dtype": "bfloat16"}),
     "max_model_len": Case(100, longest, 256, 100),
     "block_size": Case(4, sizes, (64, 16), (64, 4)),
     "max_num_seqs": Case(2, peak_seqs, 4, 2),
@@ -196,5 +224,37 @@ def test_kv_disk_dir_and_bytes(blank_path: Path, tmp_path: Path) -> None:
 def test_every_option_has_its_case() -> None:
     """One choice is no choice (`kv_policy`); a `revision` is the hub's, and refused elsewhere."""
     names = {field.name for field in dataclasses.fields(EngineConfig)}
-    elsewhere = {"model", "tokenizer", "seed", "kv_policy", "revision"}
-    assert names == CASES.keys() | elsewhere | {"kv_disk_dir", "kv_disk_bytes", "record"}
+    elsewhere = {"model", "tokenizer", "seed", "kv_policy", "revision", "kv_disk_dir"}
+    elsewhere |= {"kv_disk_bytes", "record"}
+    assert names == CASES.keys() | elsewhere | NEEDS_A_GPU.keys()
+
+
+NEEDS_A_GPU: dict[str, Any] = {
+    "device": "cuda",
+    "kv_cache_dtype": "fp8",
+    "gpu_memory_utilization": 0.5,
+}
+"""Without one refused, with one in tests/gpu."""
+
+
+@pytest.mark.parametrize("name", NEEDS_A_GPU)
+def test_what_needs_a_gpu_is_refused_without_one(name: str, blank_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ConfigError, match=f"{name}.* needs a|{name} .*needs a"):
+        LLM(str(blank_path), **OPTIONS, **{name: NEEDS_A_GPU[name]})
+
+
+@pytest.mark.parametrize("name", ["triton", "fa3", "flashinfer"])
+def test_attention_backends_for_gpus(name: str, blank_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ConfigError, match=f"{name} runs on NVIDIA GPUs, and device is cpu"):
+        LLM(str(blank_path), **OPTIONS, attention_backend=name)
+
+
+def test_float16_needs_a_gpu(blank_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ConfigError, match="float16.* needs a GPU"):
+        LLM(str(blank_path), **OPTIONS | {"dtype": "float16"})

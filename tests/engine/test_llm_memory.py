@@ -87,7 +87,7 @@ def test_a_failed_step_leaves_nothing_to_be_found(
         raise RuntimeError("a device was lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(core, "_execute", fail)
+        patch.setattr(core, "_launch", fail)
         with pytest.raises(StepFailedError):
             llm.generate([[1, 2, *LONG]], GREEDY, use_tqdm=False)
     output = ask(llm, [1, 2, *LONG])
@@ -253,7 +253,7 @@ def test_a_failed_step_is_an_event(llm: LLM, monkeypatch: pytest.MonkeyPatch) ->
         raise RuntimeError("a device was lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm._engine.engine.core, "_execute", fail)
+        patch.setattr(llm._engine.engine.core, "_launch", fail)
         with pytest.raises(StepFailedError):
             llm.generate("a", GREEDY, use_tqdm=False)
         with pytest.raises(StepFailedError):

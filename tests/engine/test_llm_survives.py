@@ -21,17 +21,17 @@ def test_a_failed_step_names_its_requests_and_the_engine_goes_on(
 ) -> None:
     expected = tokens(llm, "good")
     core = llm._engine.engine.core
-    execute = core._execute
+    execute = core._launch
 
     def fail(plan: Any) -> Any:
         execute(plan)  # type: ignore[misc]
         raise RuntimeError("a device was lost")
 
-    monkeypatch.setattr(core, "_execute", fail)
+    monkeypatch.setattr(core, "_launch", fail)
     with pytest.raises(StepFailedError, match="a device was lost") as caught:
         llm.generate(["a", "b"], GREEDY, use_tqdm=False)
     assert len(caught.value.request_ids) == 2
-    monkeypatch.setattr(core, "_execute", execute)
+    monkeypatch.setattr(core, "_launch", execute)
     assert tokens(llm, "good") == expected
 
 
@@ -42,7 +42,7 @@ def test_a_failed_step_is_nobody_elses_error(
     with LLM(str(tiny_model_path), **(OPTIONS | {"max_num_seqs": 1})) as llm:
         expected = tokens(llm, "waits")
         core = llm._engine.engine.core
-        execute = core._execute
+        execute = core._launch
         assert execute is not None
         num_failures = 0
 
@@ -55,7 +55,7 @@ def test_a_failed_step_is_nobody_elses_error(
 
         runs, waits = llm.stream("runs", GREEDY), llm.stream("waits", GREEDY)
         next(runs)
-        monkeypatch.setattr(core, "_execute", fail_once)
+        monkeypatch.setattr(core, "_launch", fail_once)
         *_, last = waits
         assert last.outputs[0].token_ids == expected
         with pytest.raises(StepFailedError, match="a device was lost") as caught:
@@ -63,9 +63,9 @@ def test_a_failed_step_is_nobody_elses_error(
         assert caught.value.request_ids == [runs.request_id]
         assert isinstance(caught.value.__cause__, RuntimeError)
         num_failures, runs = 0, llm.stream("runs", GREEDY)
-        monkeypatch.setattr(core, "_execute", execute)
+        monkeypatch.setattr(core, "_launch", execute)
         next(runs)
-        monkeypatch.setattr(core, "_execute", fail_once)
+        monkeypatch.setattr(core, "_launch", fail_once)
         assert tokens(llm, "waits") == expected
         with pytest.raises(StepFailedError, match="a device was lost"):
             next(runs)
@@ -78,17 +78,17 @@ def test_an_interrupted_step_leaves_an_engine_that_serves(
 ) -> None:
     expected = tokens(llm, "good")
     core = llm._engine.engine.core
-    execute = core._execute
+    execute = core._launch
     stream = llm.stream("streaming", GREEDY)
     next(stream)
 
     def interrupted(plan: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(core, "_execute", interrupted)
+    monkeypatch.setattr(core, "_launch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate("a", GREEDY, use_tqdm=False)
-    monkeypatch.setattr(core, "_execute", execute)
+    monkeypatch.setattr(core, "_launch", execute)
     with pytest.raises(StepFailedError, match="aborted"):
         next(stream)
     assert not len(llm._engine.engine.outputs)
@@ -118,7 +118,7 @@ def test_a_failed_step_does_not_lose_who_was_preempted(tiny_model_path: Path) ->
         prompts = ["first one", "second one", "third one"]
         expected = {p: tokens(llm, p, params) for p in prompts}
         core = llm._engine.engine.core
-        execute = core._execute
+        execute = core._launch
         assert execute is not None
         failed: list[int] = []
 
@@ -132,7 +132,7 @@ def test_a_failed_step_does_not_lose_who_was_preempted(tiny_model_path: Path) ->
                 assert inputs.block_table(seq.seq_id) == list(core.kv.block_table(seq.seq_id))
             return result
 
-        core._execute = fail_at_preemption
+        core._launch = fail_at_preemption
         streams = {p: llm.stream(p, params) for p in prompts}
         ends: dict[str, list[int]] = {}
         while streams:
@@ -195,7 +195,7 @@ def test_damaged_weights_are_said_and_not_sampled_from(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = tokens(llm, "good")
-    norm = llm._engine.engine.core._execute.__self__.model.final_norm.weight  # type: ignore[union-attr]
+    norm = llm._engine.engine.core._launch.__self__.model.final_norm.weight  # type: ignore[union-attr]
     good = norm.clone()
     norm.fill_(float("nan"))
     with pytest.raises(StepFailedError, match="NaN or infinity"):
@@ -209,7 +209,7 @@ def test_close_frees(tiny_model_path: Path) -> None:
 
     def cycle() -> int:
         with LLM(str(tiny_model_path), **options) as llm:
-            runner = llm._engine.engine.core._execute.__self__  # type: ignore[union-attr]
+            runner = llm._engine.engine.core._launch.__self__  # type: ignore[union-attr]
             pool = weakref.ref(runner.kv_store.data)
             runner.kv_store.data[:4096].zero_()  # touch every page: 64 MiB
             llm.generate("x", GREEDY, use_tqdm=False)

@@ -98,15 +98,15 @@ def test_a_failed_step_is_replayed(
     with LLM(str(tiny_model_path), record=str(file), **OPTIONS) as llm:
         core = llm._engine.engine.core
         tokens(llm, "before")
-        execute = core._execute
+        execute = core._launch
 
         def fail(plan: Any) -> Any:
             raise RuntimeError("a device was lost")
 
-        monkeypatch.setattr(core, "_execute", fail)
+        monkeypatch.setattr(core, "_launch", fail)
         with pytest.raises(StepFailedError):
             llm.generate(["a", "b"], GREEDY, use_tqdm=False)
-        monkeypatch.setattr(core, "_execute", execute)
+        monkeypatch.setattr(core, "_launch", execute)
         tokens(llm, "before")
     kinds = [type(call) for call in calls_of(file)]
     assert kinds.count(CacheReset) == kinds.count(Retold) == 1

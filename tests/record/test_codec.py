@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,7 @@ from octavo.record import (
     decode_call,
     encode_call,
 )
+from octavo.record.codec import decode_header, encode_header
 from octavo.request import BeamSearchParams, FinishReason, Request, SamplerParams
 
 LIMITS = EngineLimits(
@@ -55,7 +57,7 @@ LIMITS = EngineLimits(
     max_num_seqs=8, max_num_batched_tokens=32, enable_prefix_caching=True, num_host_blocks=3,
     max_disk_blocks=2, preemption_mode="auto", preemption_victim="last-come",
     scheduling_policy="fcfs", watermark=0.01, max_watermark=0.125, token_s=1e-3,
-    block_s=0.1 + 0.2,
+    block_s=0.1 + 0.2, plan_ahead=True,
 )  # fmt: skip
 LABEL = BlockLabel(b"\x00\xff", b"ab", (1, 2, 3, 4))
 HEADER = RecordHeader(
@@ -111,6 +113,7 @@ CALLS: list[Call] = [
     PrefixCacheReset(num_freed=2),
     CacheReset(),
     Retold(),
+    Retold(step_id=0),
     Flushed(copies=(BlockCopy(1, 2, CopyKind.TO_DISK, LABEL),)),
     Scheduled(now_s=0.1, plan=PLAN, num_free=3, num_evicted=1, fetched=((4, True), (5, False))),
     Scheduled(now_s=0.2, plan=PLAIN),
@@ -318,3 +321,10 @@ def test_lines_are_json_by_themselves(tmp_path: Path) -> None:
         1,
         2,
     ]
+
+
+def test_a_header_from_before_plans_were_made_ahead() -> None:
+    values = json.loads(encode_header(HEADER))
+    del values["limits"]["plan_ahead"]
+    limits = decode_header(json.dumps(values)).limits
+    assert limits == replace(LIMITS, plan_ahead=False)

@@ -23,8 +23,9 @@ from octavo.plan import (
     StepPlan,
 )
 from octavo.request import SamplerParams
+from octavo.runner.base import compact
 from octavo.runner.input_batch import InputBatch
-from octavo.runner.runner import Runner, _compact
+from octavo.runner.runner import Runner
 from octavo.sampling import draw as draw_module
 
 MakeRunner = Callable[..., Runner]
@@ -358,7 +359,7 @@ def test_rows_move_to_the_front(rows: list[int], at_once: int) -> None:
     logits = torch.arange(12.0)[:, None].repeat(1, 3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draw_module, "CHUNK_ELEMENTS", 3 * at_once)
-        assert _compact(logits, rows)[:, 0].tolist() == rows
+        assert compact(logits, rows)[:, 0].tolist() == rows
 
 
 def test_beams_that_are_not_finite_fail_the_step(make_runner: MakeRunner) -> None:

@@ -12,10 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.errors import CapacityError
+from octavo.kv.sizing import KVShape
 from octavo.ops.cpu import memory as memory_module
 from octavo.plan import BlockCopy, BlockLabel, CopyKind
 from octavo.runner import kv_store as module
-from octavo.runner.kv_store import KVStore, copy_by_index, copy_one_by_one, untangled
+from octavo.runner import pool_memory
+from octavo.runner.kv_store import KVStore, copy_one_by_one
 
 CPU = torch.device("cpu")
 LABEL = BlockLabel(b"d" * 16, b"p" * 16, (1, 2))
@@ -105,39 +108,22 @@ pairs = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=30)
 
 
 @given(pairs, st.booleans(), st.booleans())
-def test_runs_by_index_are_copies_in_order(
+def test_rows_are_copied_in_order(
     numbers: list[tuple[int, int]], within: bool, threaded: bool
 ) -> None:
     copies = [BlockCopy(src, dst) for src, dst in numbers]
-    base = torch.arange(7.0)[:, None].repeat(1, 3)
-    other = base.clone() if within else base + 100
-
-    def result(how: Any) -> torch.Tensor:
-        into = base.clone()
-        how(into, into if within else other, copies)
-        return into
-
-    expected = base.clone()
+    into = torch.arange(7.0)[:, None].repeat(1, 3)
+    other = into if within else into + 100
+    expected = into.clone()
     for src, dst in numbers:
         expected[dst] = (expected if within else other)[src].clone()
-    assert torch.equal(result(copy_by_index), expected)
     before = module.PARALLEL_BYTES
     module.PARALLEL_BYTES = 0 if threaded else before
     try:
-        assert torch.equal(result(copy_one_by_one), expected)
+        copy_one_by_one(into, other, copies)
     finally:
         module.PARALLEL_BYTES = before
-
-
-def test_runs_are_as_long_as_they_can_be() -> None:
-    far = [BlockCopy(i, 10 + i) for i in range(5)]
-    assert [len(run) for run in untangled(far, same_memory=True)] == [5]
-    chain = [BlockCopy(0, 1), BlockCopy(1, 2), BlockCopy(2, 3)]
-    assert [len(run) for run in untangled(chain, same_memory=True)] == [1, 1, 1]
-    assert [len(run) for run in untangled(chain, same_memory=False)] == [3]
-    twice = [BlockCopy(0, 1), BlockCopy(2, 1)]
-    assert [len(run) for run in untangled(twice, same_memory=False)] == [1, 1]
-    assert [len(run) for run in untangled([BlockCopy(3, 0), BlockCopy(3, 1)], True)] == [2]
+    assert torch.equal(into, expected)
 
 
 def test_every_plan_is_settled() -> None:
@@ -214,7 +200,7 @@ def test_no_room_for_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
             raise MemoryError
         return reserve(num_bytes)
 
-    monkeypatch.setattr(module, "reserve", strict)
+    monkeypatch.setattr(pool_memory, "reserve", strict)
     store = mib_store(4, 100)
     assert store.max_blocks == store.num_blocks == 4
     with pytest.raises(MemoryError):
@@ -233,7 +219,7 @@ def test_copy_speed_is_measured_and_leaves_nothing_behind() -> None:
     store = mib_store(64, 64, num_host_blocks=32)
     start = resident()
     speed = store.host_copy_speed()
-    assert 1e8 < speed < 1e12  # bytes a second
+    assert 1e6 < speed < 1e12  # bytes a second, on a machine that may be busy
     if sys.platform == "linux":
         assert resident() < start + 3 * MIB
     assert mib_store(4, 4).host_copy_speed() == 0.0
@@ -248,35 +234,55 @@ def test_shapes(dtype: torch.dtype) -> None:
     assert KVStore(3, 2, 4, 8, 16, dtype, CPU).host.shape[0] == 0
 
 
-@pytest.mark.gpu
-def test_all_kinds_on_a_gpu() -> None:
-    """The same copies as on a CPU, with a pinned host tier; resizing moves the pool."""
-    options: Any = {"num_host_blocks": NUM, "max_blocks": 100}
-    stores = [
-        KVStore(NUM, 1, 1, 2, 2, torch.float32, torch.device(device), disk=MemoryFiles(), **options)
-        for device in ("cpu", "cuda")
-    ]
-    generator = np.random.default_rng(0)
-    kinds = list(CopyKind)
-    copies = [
-        BlockCopy(int(src), int(dst), kinds[kind // 8 % len(kinds)], LABEL)
-        for kind, (src, dst) in enumerate(generator.integers(0, NUM, (400, 2)))
-    ]
-    for store in stores:
-        for i in range(NUM):
-            store.data[i], store.host[i] = float(i), float(10 + i)
-            store.disk.blocks[i] = np.full(8, 20 + i, dtype=np.float32).view(np.uint8)
-        on_cpu = store.data.device.type == "cpu"
-        traffic = store.copy(copies)
-        assert traffic.num_blocks == (160 if on_cpu else 0)
-        assert (traffic.seconds > 0) == on_cpu  # elsewhere copies only get queued
-    in_memory, on_gpu = stores
-    torch.cuda.synchronize()
-    assert on_gpu.host.is_pinned() and on_gpu.max_blocks == NUM
-    assert torch.equal(in_memory.data[:NUM], on_gpu.data.cpu())
-    assert torch.equal(in_memory.host, on_gpu.host)
-    assert all((in_memory.disk.blocks[i] == on_gpu.disk.blocks[i]).all() for i in range(NUM))
-    assert on_gpu.resize(9) and on_gpu.num_blocks == 9
-    assert torch.equal(in_memory.data[:NUM], on_gpu.data[:NUM].cpu())
-    assert on_gpu.resize(2) and torch.equal(in_memory.data[:2], on_gpu.data.cpu())
-    assert on_gpu.host_copy_speed() > 0
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 16), (1, 1, 1, 2), (3, 1, 5, 6)])
+def test_scales_lie_behind_the_codes_of_their_block(shape: tuple[int, ...]) -> None:
+    layers, heads, size, dim = shape
+    store = KVStore(3, *shape, FP8, CPU, max_blocks=5, num_host_blocks=2)
+    assert store.scales is not None
+    assert store.data.shape == (5, layers, 2, heads, size, dim) and store.data.dtype == FP8
+    assert store.scales.shape == store.data.shape[:-1] and store.scales.dtype == torch.float16
+    assert store.block_bytes == KVShape(layers, heads, dim, 1, 2).bytes_per_block(size)
+    num_codes = store.data[0].numel()
+    for block in range(3):
+        codes, scales = store.data[block], store.scales[block]
+        assert codes.is_contiguous() and scales.is_contiguous()
+        assert codes.data_ptr() - store.data.data_ptr() == block * store.block_bytes
+        assert codes.data_ptr() % 16 == 0 and scales.data_ptr() == codes.data_ptr() + num_codes
+    assert store.block_bytes % 16 == 0 and num_codes + scales.nbytes <= store.block_bytes
+    assert KVStore(3, *shape, torch.bfloat16, CPU).scales is None
+
+
+def test_codes_and_scales_travel_together() -> None:
+    disk = MemoryFiles()
+    store = KVStore(4, 2, 3, 4, 16, FP8, CPU, max_blocks=4, num_host_blocks=2, disk=disk)
+    generator = torch.Generator().manual_seed(0)
+    codes, scales = store.data.view(torch.uint8), store.scales
+    assert scales is not None
+    codes[0] = torch.randint(0, 120, codes[0].shape, dtype=torch.uint8, generator=generator)
+    scales[0] = torch.rand(scales[0].shape, generator=generator).half()
+    kinds = [CopyKind.WITHIN, CopyKind.TO_HOST, CopyKind.TO_DISK, CopyKind.FROM_DISK]
+    where = [(0, 1), (1, 0), (0, 7), (7, 2)]
+    store.copy([BlockCopy(*at, kind, LABEL) for at, kind in zip(where, kinds, strict=True)])
+    store.copy([BlockCopy(0, 3, CopyKind.FROM_HOST)])
+    assert disk.blocks[7].nbytes == store.block_bytes
+    for block in (1, 2, 3):
+        assert torch.equal(codes[block], codes[0]) and torch.equal(scales[block], scales[0])
+    assert store.resize(6) and store.scales is not None and store.scales.shape[0] == 6
+    assert torch.equal(store.scales[3], scales[0])
+    assert torch.equal(store.data[3].view(torch.uint8), codes[0])
+
+
+def test_tiers_are_added_later() -> None:
+    store = small_store(2, 0)
+    assert len(store.host) == 0 and store.disk is None and store.host_copy_speed() == 0.0
+    disk = MemoryFiles()
+    store.add_tiers(3, disk)
+    assert store.disk is disk and store.host.shape == (3, 1, 2, 1, 2, 2)
+    store.data[1] = 5.0
+    store.copy([BlockCopy(1, 2, CopyKind.TO_HOST), BlockCopy(2, 0, CopyKind.FROM_HOST)])
+    assert block_values(store.data[:2]) == [5.0, 5.0]
+    with pytest.raises(CapacityError, match="lower --swap-space"):
+        store.add_tiers(1 << 55, None)

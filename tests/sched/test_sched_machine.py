@@ -1,9 +1,10 @@
 """A hypothesis machine over the real scheduler and the real pool, against the runner's replica.
 
 Random requests, samples, beams, priorities, common prefixes, salts, ends and aborts at any moment,
-up to three plans under way, pools of 3 to 200 blocks that change their size, with and without
-prefix cache, host memory and disk, pinned prefixes, all ways of preemption, steps that fail and
-leave nothing in the blocks they were to write. The replica
+up to three plans under way, with and without planning ahead of tokens that are being sampled,
+carried out when they are made or long after, pools of 3 to 200 blocks that change their size, with
+and without prefix cache, host memory and disk, pinned prefixes, all ways of preemption, steps that
+fail and leave nothing in the blocks they were to write. The replica
 rebuilds everything from plans, so that any inconsistency shows; every sequence must generate
 exactly what it generates alone, and a search must find what it finds alone (I4); in the end all
 of them have ended within bounded steps (I5) and the pool is empty (I3).
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from dataclasses import dataclass
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -28,7 +30,7 @@ from sched_support import (
 
 from octavo.errors import CapacityError, InvalidRequestError, RequestCapacityError
 from octavo.kv import KVCacheManager
-from octavo.plan import BlockLabel, StepResult
+from octavo.plan import BlockLabel, StepPlan, StepResult
 from octavo.request import FinishReason, Request
 from octavo.sched import RequestStats, Scheduler, SeqUpdate
 
@@ -49,6 +51,15 @@ class Live:
         beam = lonely_beams(request)[index]
         self.tokens, self.reason, self.stop_reason = list(beam.token_ids), beam.finish_reason, None
         self.scores = (beam.cum_logprob, beam.score)
+
+
+@dataclass
+class Underway:
+    """A plan whose result the scheduler does not know."""
+
+    plan: StepPlan
+    result: StepResult | None = None
+    """None: it was not carried out."""
 
 
 class Disk:
@@ -84,6 +95,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode=st.sampled_from(["recompute", "swap", "swap", "auto"]),
         victim=st.sampled_from(["last-come", "lowest-cost", "priority"]),
         is_quiet=st.booleans(),
+        plan_ahead=st.booleans(),
+        is_late=st.booleans(),
     )
     def start(
         self,
@@ -101,6 +114,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode: str,
         victim: str,
         is_quiet: bool,
+        plan_ahead: bool,
+        is_late: bool,
     ) -> None:
         if is_tight:  # many preemptions
             num_blocks = 3 + num_blocks % 8
@@ -117,6 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.begin(
             kv, max_num_seqs, extra_tokens, max_model_len, policy, watermark, mode, victim,
             prefix_caching=prefix_caching, is_tight=is_tight, is_quiet=is_quiet,
+            plan_ahead=plan_ahead, is_late=is_late,
         )  # fmt: skip
         if disk is not None:
             disk.files = self.runner.disk
@@ -135,6 +151,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching: bool,
         is_tight: bool,
         is_quiet: bool,
+        plan_ahead: bool,
+        is_late: bool,
     ) -> None:
         self.kv = kv
         num_blocks, block_size = kv.num_blocks, kv.block_size
@@ -148,7 +166,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             watermark=watermark,
             preemption_mode=mode,  # type: ignore[arg-type]
             preemption_victim=victim,  # type: ignore[arg-type]
+            plan_ahead=plan_ahead,
         )
+        self.plan_ahead = plan_ahead
+        self.is_late = is_late
+        """Plans are carried out when their results are asked for, as by a device that is slow."""
         self.policy = policy
         self.prefix_caching = prefix_caching
         self.max_model_len = max_model_len
@@ -165,7 +187,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.prompts: list[tuple[list[int], str]] = []
         """The last of those that were computed and may be found."""
         self.max_num_seqs = max_num_seqs
-        self.under_way: deque[StepResult] = deque()
+        self.under_way: deque[Underway] = deque()
         self.live: dict[tuple[str, int], Live] = {}
         """By request and sample index."""
         self.live_ids: dict[str, RequestStats] = {}
@@ -335,15 +357,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         for share in plan.seqs:
             (name,) = self.scheduler.request_ids_of([share.seq_id])
             self.num_computed[name] += share.num_tokens
-        self.under_way.append(self.runner.execute(plan))
-        self.check_tables()
+            seq = self.scheduler._roster.sequences[share.seq_id]
+            assert share.start <= len(seq.token_ids), "computed two tokens ahead"
+        self.check_pending()
+        self.under_way.append(Underway(plan))
+        if not self.is_late:
+            self.carry_out()
+            self.check_tables()
+
+    def carry_out(self) -> None:
+        """All plans under way, in their order, as a device does."""
+        for one in self.under_way:
+            one.result = one.result or self.runner.execute(one.plan)
 
     @precondition(lambda self: self.under_way)
     @rule()
     def update(self) -> None:
         self.now_s += 1
-        for news in self.scheduler.update(self.under_way.popleft(), self.now_s):
+        oldest = self.under_way.popleft()
+        result = oldest.result or self.runner.execute(oldest.plan)
+        for news in self.scheduler.update(result, self.now_s):
             self.receive(news)
+        self.check_pending()
         self.kv.check_integrity()
 
     @precondition(lambda self: not self.under_way)
@@ -353,6 +388,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(num_steps):
             self.schedule()
             if self.under_way:
+                self.update()
+
+    @precondition(lambda self: len(self.under_way) < MAX_UNDER_WAY)
+    @rule(num_steps=st.integers(1, 15))
+    def steps_with_overlap(self, num_steps: int) -> None:
+        """A plan is made before the result of the one before is taken in."""
+        for _ in range(num_steps):
+            before = len(self.under_way)
+            self.schedule()
+            if len(self.under_way) > 1 or 0 < len(self.under_way) == before:
                 self.update()
 
     @precondition(lambda self: self.live_ids)
@@ -434,21 +479,38 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.kv.reset_prefix_cache()
         self.kv.check_integrity()
 
-    @precondition(lambda self: not self.under_way and not self.is_quiet)
+    @precondition(lambda self: len(self.under_way) < MAX_UNDER_WAY and not self.is_quiet)
     @rule(late=st.booleans())
     def fail(self, late: bool) -> None:
         """The runner fails in a step: its requests are aborted, the others go on."""
         plan = self.scheduler.schedule(self.now_s)
         if plan is None:
             return
+        self.carry_out()
         self.runner.fail(plan, late=late)
-        names = self.scheduler.request_ids_in(plan)
-        for name in names:
+        self.have_failed([plan])
+
+    @precondition(lambda self: self.under_way and not self.is_quiet)
+    @rule()
+    def fail_all(self) -> None:
+        """It fails in the oldest step under way: those after it are void."""
+        for one in self.under_way:
+            if one.result is None:
+                self.runner.fail(one.plan, late=True)
+        self.runner.has_failed = True
+        plans = [one.plan for one in self.under_way]
+        self.under_way.clear()
+        self.have_failed(plans)
+
+    def have_failed(self, plans: list[StepPlan]) -> None:
+        names = {name for plan in plans for name in self.scheduler.request_ids_in(plan)}
+        for name in sorted(names):
             assert self.scheduler.abort(name)
             for key in [key for key in self.live if key[0] == name]:
                 self.num_computed.pop(name, None)
                 self.drop(key, failed=True)
-        self.scheduler.retell(plan)
+        for plan in reversed(plans):
+            self.scheduler.retell(plan)
         self.kv.reset_cache()
         self.kv.check_integrity()
 
@@ -497,6 +559,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert failed or stats.num_computed_tokens == self.num_computed.pop(name, 0)
             assert self.scheduler.seq_ids(name) == ()
 
+    def check_pending(self) -> None:
+        """No token is sampled that cannot be wanted, and KV counts from when its token is known."""
+        roster = self.scheduler._roster
+        for seq in roster.sequences.values():
+            assert seq.num_pending <= 1 + self.plan_ahead
+            assert len(seq.token_ids) + seq.num_pending <= seq.group.max_total_tokens
+        for seq in roster.running:
+            num_known = min(seq.num_computed_tokens, len(seq.token_ids))
+            assert self.kv.num_committed(seq.seq_id) == num_known
+
     def check_tables(self) -> None:
         """Tables rebuilt from plans alone are the manager's."""
         for seq_id, seq in self.runner.seqs.items():
@@ -517,11 +589,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         # The first in line advances in every step while it runs; under priority it may have to
         # wait, each time it changes, until those who run are done.
         bound = total if self.policy == "fcfs" else total * (len(self.live) + 1)
+        if self.plan_ahead:  # who has to know its last token sits every second step out
+            bound *= 2
         num_steps = 0
         while self.live:
-            self.steps(1)
+            if self.plan_ahead:
+                self.steps_with_overlap(1)
+            else:
+                self.steps(1)
             num_steps += 1
             assert num_steps <= bound, f"not done after {bound} steps"
+        while self.under_way:
+            self.update()
         assert not self.scheduler.has_unfinished()
         assert self.scheduler.schedule(self.now_s) is None
         assert_drained(self.kv)

@@ -60,6 +60,8 @@ class ReservingMachine(SchedulerMachine):
         watermark=st.sampled_from([0.0, 0.01, 0.6]),
         max_batch=st.sampled_from([None, 1, 4]),
         max_padded=st.sampled_from([None, 30]),
+        plan_ahead=st.booleans(),
+        is_late=st.booleans(),
     )
     def start(
         self,
@@ -72,6 +74,8 @@ class ReservingMachine(SchedulerMachine):
         watermark: float,
         max_batch: int | None,
         max_padded: int | None,
+        plan_ahead: bool,
+        is_late: bool,
     ) -> None:
         limits = {"max_batch": max_batch, "max_padded_tokens": max_padded}
         if self.kv_policy != "contiguous":
@@ -81,6 +85,7 @@ class ReservingMachine(SchedulerMachine):
         self.begin(
             kv, max_num_seqs, extra_tokens, max_model_len, policy, watermark, "recompute",
             "last-come", prefix_caching=False, is_tight=False, is_quiet=False,
+            plan_ahead=plan_ahead, is_late=is_late,
         )  # fmt: skip
 
     def with_expectation(self, request: Request, max_total: int) -> Request:

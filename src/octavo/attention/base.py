@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """One step's batch, flat: `num_tokens` tokens of `num_seqs` sequences, without padding.
+    """One step's batch, flat: `num_tokens` tokens of `num_seqs` sequences.
 
     Sequence `i` owns tokens `query_start_loc[i] .. query_start_loc[i + 1] - 1`; they are the last
-    ones of its `seq_lens[i]` tokens of context.
+    ones of its `seq_lens[i]` tokens of context. Recorded steps are padded with sequences of length
+    0, whose tokens have slot -1.
     """
 
     kv_cache: Tensor
@@ -35,6 +36,33 @@ class ForwardContext:
     """[rows, rotary_dim] float32: cosines, then sines."""
     workspace: Workspace
     """Where the activations go."""
+    kv_scales: Tensor | None = None
+    """[num_blocks, num_layers, 2, num_kv_heads, block_size] float16: under an fp8 cache, what each
+    token's codes of each head are multiplied by."""
+    table_rows: Tensor | None = None
+    """[num_seqs] int32: the row of `block_tables` of each sequence; None: its own number."""
+    work: AttentionWork | None = None
+    """How the step's attention is cut up; for kernels that want it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWork:
+    """A step's attention in pieces of about equal size; made by `attention.work`.
+
+    The first `num_decodes` sequences compute one token each; the others are chunks of prompts.
+    """
+
+    num_decodes: int
+    decode_items: Tensor
+    """[max_items, 3] int32: (sequence, first token, end) of a piece of a decode's context; sequence
+    -1 where there are fewer."""
+    item_start: Tensor
+    """[num_decodes + 1] int32: each decode's first item."""
+    prefill_tiles: Tensor
+    """[num_tiles, 2] int32: (sequence, first token of the tile within its chunk)."""
+    fresh_tiles: Tensor | None = None
+    """[num_tiles, 2] int32, likewise: of chunks that begin at position 0 and are in no other tile,
+    where the backend attends to those without the pool; None: there are none."""
 
 
 class AttentionBackend(Protocol):
@@ -43,6 +71,9 @@ class AttentionBackend(Protocol):
     name: str
     replayable: bool
     """Whether it consists of kernel calls that `ops.cpu.trace` records, and of nothing else."""
+    capturable: bool
+    """Whether decode steps can be recorded as CUDA graphs: kernels only, whose grids and addresses
+    do not depend on the lengths of the sequences."""
 
     def rope_and_cache(
         self,

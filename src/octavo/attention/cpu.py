@@ -13,6 +13,7 @@ class CpuAttention:
 
     name = "cpu"
     replayable = True
+    capturable = False
 
     def rope_and_cache(
         self,

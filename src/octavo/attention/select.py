@@ -3,30 +3,88 @@
 from __future__ import annotations
 
 import logging
+from importlib.util import find_spec
+
+import torch
 
 from octavo.attention.base import AttentionBackend
 from octavo.attention.cpu import CpuAttention
 from octavo.attention.gather import GatherAttention
+from octavo.errors import ConfigError
 from octavo.ops.cpu import native
 
 logger = logging.getLogger("octavo")
 
+BACKENDS = ("triton", "flashinfer", "fa3", "cpu", "gather")
+_TRITON_CAPABILITY = (8, 0)
+"""Ampere: the first with bfloat16 and asynchronous copies."""
 
-def select_attention(name: str = "auto") -> AttentionBackend:
-    """The backend called `name`, or by capability for "auto".
 
-    Raises `ValueError` for an unknown name.
+def select_attention(
+    name: str = "auto",
+    device: torch.device | None = None,
+    *,
+    head_dim: int | None = None,
+    fp8: bool = False,
+) -> AttentionBackend:
+    """The backend called `name`, or for "auto" the fastest on the device, with the reason logged.
+
+    head_dim, fp8: of the model and its cache, which not every backend takes. Raises `ConfigError`
+    for a backend that cannot run here, saying what it lacks.
     """
+    device = device or torch.device("cpu")
+    if name != "auto" and name not in BACKENDS:
+        raise ConfigError(f"unknown attention backend {name!r}; known: auto, {', '.join(BACKENDS)}")
     if name == "auto":
-        name, reason = _by_capability()
+        name, reason = _by_capability(device)
         logger.info("attention backend: %s (%s)", name, reason)
-    backends: dict[str, type[AttentionBackend]] = {"cpu": CpuAttention, "gather": GatherAttention}
-    if name not in backends:
-        raise ValueError(f"unknown attention backend {name!r}; known: {', '.join(backends)}")
-    return backends[name]()
+    lacks = _what_is_missing(name, device, head_dim, fp8)
+    if lacks is not None:
+        raise ConfigError(f"--attention-backend {name} {lacks}; leave it out to have one chosen")
+    return _make(name)
 
 
-def _by_capability() -> tuple[str, str]:
+def _by_capability(device: torch.device) -> tuple[str, str]:
+    if device.type == "cuda":
+        why_not = _what_is_missing("triton", device, None, False)
+        if why_not is None:
+            return "triton", f"Triton kernels, {torch.cuda.get_device_name(device)}"
+        return "gather", f"triton {why_not}: torch's own operations serve, many times slower"
     if native.load() is not None:
         return "cpu", f"C kernels, {native.isa()}"
     return "gather", "no compiled kernels here: install a C compiler for several times the speed"
+
+
+def _what_is_missing(
+    name: str, device: torch.device, head_dim: int | None, fp8: bool
+) -> str | None:
+    """What keeps a backend from running here, as the end of a sentence; None: nothing."""
+    if name == "gather":
+        return "reads no fp8 cache" if fp8 else None
+    if name == "cpu":
+        return None if device.type == "cpu" else f"runs on CPUs, and device is {device}"
+    if device.type != "cuda":
+        return f"runs on NVIDIA GPUs, and device is {device}"
+    capability = torch.cuda.get_device_capability(device)
+    shown = ".".join(map(str, capability))
+    if name == "triton":
+        if find_spec("triton") is None:
+            return "needs the package triton: pip install triton"
+        if capability < _TRITON_CAPABILITY:
+            return f"needs a GPU of compute capability 8.0, and this one has {shown}"
+        return None
+    from octavo.attention import libraries
+
+    return libraries.what_is_missing(name, capability, head_dim=head_dim, fp8=fp8)
+
+
+def _make(name: str) -> AttentionBackend:
+    if name == "triton":
+        from octavo.attention.triton import TritonAttention
+
+        return TritonAttention()
+    if name in ("flashinfer", "fa3"):
+        from octavo.attention import libraries
+
+        return libraries.make(name)
+    return CpuAttention() if name == "cpu" else GatherAttention()

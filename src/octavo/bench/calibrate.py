@@ -62,7 +62,9 @@ def waves(config: EngineConfig, seed: int) -> list[_Wave]:
     assert config.max_model_len is not None
     longest = config.max_model_len
     equal = [(1, 32, 24), (4, 48, 24), (12, 64, 24), (32, 64, 32), (64, 48, 32)]
-    found = [_Wave(((i, o),) * count) for count, i, o in equal if count <= config.max_num_seqs]
+    found = [
+        _Wave(((i, o),) * count) for count, i, o in equal if count <= config.limits().max_num_seqs
+    ]
     found.append(_Wave(tuple((rng.randint(8, 320), rng.randint(4, 128)) for _ in range(32))))
     one_by_one = tuple((rng.randint(8, 160), rng.randint(8, 96)) for _ in range(24))
     found.append(_Wave(one_by_one, every=4, prefix=min(256, longest // 4)))
@@ -83,19 +85,24 @@ def _watched(llm: LLM, then: Callable[[], None]) -> Iterator[list[Step]]:
 
     `then` is called after each, and what it takes belongs to the next one."""
     core = llm._engine.engine.core
-    execute = core._execute
-    assert execute is not None
+    launch = core._launch
+    assert launch is not None
     found: list[Step] = []
     now: list[tuple[Counts, StepResult]] = []
     last = time.perf_counter()
 
-    def watched(plan: StepPlan) -> StepResult:
-        nonlocal last
-        result = execute(plan)
-        looking = time.perf_counter()
-        now.append((counts_of(plan), result))
-        last += time.perf_counter() - looking  # is no part of the step
-        return result
+    def watched(plan: StepPlan) -> Callable[[], StepResult]:
+        wait = launch(plan)
+
+        def wait_watched() -> StepResult:
+            nonlocal last
+            result = wait()
+            looking = time.perf_counter()
+            now.append((counts_of(plan), result))
+            last += time.perf_counter() - looking  # is no part of the step
+            return result
+
+        return wait_watched
 
     def after_step() -> None:
         nonlocal last
@@ -107,13 +114,13 @@ def _watched(llm: LLM, then: Callable[[], None]) -> Iterator[list[Step]]:
         then()
 
     before = llm.after_step
-    core._execute, llm.after_step = watched, after_step
+    core._launch, llm.after_step = watched, after_step
     try:
         yield found
     finally:
         llm.after_step = before
-        if core._execute is watched:
-            core._execute = execute
+        if core._launch is watched:
+            core._launch = launch
 
 
 def serve(llm: LLM, wave: _Wave, rng: random.Random) -> list[Step]:

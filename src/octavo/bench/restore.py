@@ -81,7 +81,7 @@ class _Steps:
     def __init__(self, llm: LLM, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self._execute = llm._engine.engine.core.execute
-        self._chunk = llm.config.max_num_batched_tokens
+        self._chunk = llm.config.limits().max_num_batched_tokens
         rng, vocab_size = random.Random(llm.config.seed), llm.arch.vocab_size
         self._token_ids = [rng.randrange(vocab_size) for _ in range(num_tokens)]
         self._table = tuple(range(cdiv(num_tokens + 1, llm.config.block_size)))

@@ -42,7 +42,7 @@ class Probe:
         report = llm.memory_report()
         self.num_blocks = report.ledger.num_blocks
         self.num_host_blocks = 0 if report.host is None else report.host.num_blocks
-        self._most_tokens = llm.config.max_num_batched_tokens
+        self._most_tokens = llm.config.limits().max_num_batched_tokens
 
     def run(self, **parts: Any) -> Times:
         """Carry out a plan of these parts."""
@@ -137,8 +137,8 @@ class Point:
 def grid(config: EngineConfig, num_blocks: int) -> list[Point]:
     """Steps that such an engine can take."""
     assert config.max_model_len is not None
-    longest, most = config.max_model_len, config.max_num_batched_tokens
-    seqs = max(1, min(config.max_num_seqs, most) - _NOT_FORGOTTEN)
+    longest, (max_seqs, most) = config.max_model_len, config.limits()
+    seqs = max(1, min(max_seqs, most) - _NOT_FORGOTTEN)
     batches = sorted({*(b for b in _BATCHES if b <= seqs), seqs})
     chunks = sorted({*(c for c in _CHUNKS if c <= most), min(most, 2 * _CHUNKS[-1])})
     points = [Point("decode", b, c) for b in batches for c in _CONTEXTS]

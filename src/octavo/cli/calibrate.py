@@ -91,8 +91,8 @@ def contents(llm: LLM, found: Calibration) -> dict[str, Any]:
         machine=_machine(),
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         block_bytes=ledger.bytes_per_block,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.limits().max_num_seqs,
+        max_num_batched_tokens=config.limits().max_num_batched_tokens,
         num_rounds=found.num_rounds,
     )
 

@@ -130,8 +130,9 @@ class EngineFlags(EngineConfig):
     """The model, and the memory and steps it is served with."""
 
     kv_cache_memory_bytes: Bytes = None
-    """Size of the KV pool, such as 512M or 2GiB; by default half of what is free after the
-    weights, and never more than max_num_seqs sequences of max_model_len can use."""
+    """Size of the KV pool, such as 512M or 2GiB. By default, on a GPU what gpu_memory_utilization
+    leaves; on a CPU half of what is free after the weights, and never more than max_num_seqs
+    sequences of max_model_len can use."""
 
     kv_disk_bytes: Bytes = 4 * 2**30  # type: ignore[assignment]
     """Most bytes kept in kv_disk_dir."""

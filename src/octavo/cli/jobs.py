@@ -178,7 +178,7 @@ def run_jobs(llm: LLM, jobs: Iterable[Job]) -> Iterator[tuple[Job, RequestOutput
     running: deque[tuple[Job, Iterator[RequestOutput]]] = deque()
     more = True
     while more or running:
-        while more and len(running) < llm.config.max_num_seqs:
+        while more and len(running) < llm.config.limits().max_num_seqs:
             job = next(waiting, None)
             more = job is not None
             if job is None:

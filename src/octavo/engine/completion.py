@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from octavo.outputs import CompletionOutput, Logprob, PositionLogprobs
@@ -41,6 +41,8 @@ class TextMaker:
             include_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
         )
+        self.push_text: Callable[[int], str] | None = None if stops else self._detok.push_one
+        """Without stop strings: the text that may be shown once an output token came."""
         self._shows_stop_token = params.include_stop_str_in_output
         self._verbatim = texts if stop_token_verbatim else None
 
@@ -100,6 +102,21 @@ class Completion:
             return -math.inf
         return self._cumulative / len(self.token_ids)
 
+    def take_plain(self, token_ids: Sequence[int]) -> bool:
+        """Take in new tokens of which none is the last; False if there is more to it than that:
+        logprobs, or stop strings."""
+        if self._logprobs is not None:
+            return False
+        if self._text is not None:
+            push = self._text.push_text
+            if push is None:
+                return False
+            for token_id in token_ids:
+                if piece := push(token_id):
+                    self._parts.append(piece)
+        self.token_ids += token_ids
+        return True
+
     def take(self, update: SeqUpdate) -> str | None:
         """Take in new tokens; the stop string that they completed, if they did."""
         if update.score is not None:
@@ -110,9 +127,10 @@ class Completion:
             self.token_ids.append(token_id)
             if self._logprobs is not None and update.logprobs:
                 self._add_logprobs(update.logprobs[i])
-            if self._text is None:
+            text = self._text
+            if text is None:
                 continue
-            push = self._text.push_stop_token if by_token and i == last else self._text.push
+            push = text.push_stop_token if by_token and i == last else text.push
             found = push(token_id, len(self.token_ids))
             self._parts.append(found.text)
             if found.stop is not None:
@@ -134,32 +152,37 @@ class Completion:
         self.finish_reason, self.stop_reason = reason, stop_reason
 
     def snapshot(self) -> CompletionOutput:
-        """All of it so far, copied."""
-        self._parts = ["".join(self._parts)]
-        shown = self._logprobs if self._shows else None
-        logprobs = None if shown is None else list(shown)
-        return self._output(self._parts[0], list(self.token_ids), logprobs)
+        """All of it so far."""
+        parts = self._parts
+        if len(parts) > 1:
+            parts[:] = ("".join(parts),)
+        shows = self._shows
+        return CompletionOutput.so_far(
+            self.index,
+            parts[0] if parts else "",
+            self.token_ids,
+            self._cumulative if shows else None,
+            self._logprobs if shows else None,
+            self.finish_reason,
+            self.stop_reason,
+            self.score,
+        )
 
     def delta(self) -> CompletionOutput:
         """What came since the last call."""
-        text = "".join(self._parts)
-        self._parts = []
+        parts = self._parts
+        text = "".join(parts)
+        parts.clear()
         first, self._num_given = self._num_given, len(self.token_ids)
-        logprobs = None if self._logprobs is None else self._logprobs[first:]
-        return self._output(text, self.token_ids[first:], logprobs)
-
-    def _output(
-        self, text: str, token_ids: list[int], logprobs: list[PositionLogprobs] | None
-    ) -> CompletionOutput:
         return CompletionOutput(
-            index=self.index,
-            text=text,
-            token_ids=token_ids,
-            cumulative_logprob=self._cumulative if self._shows else None,
-            logprobs=logprobs,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            score=self.score,
+            self.index,
+            text,
+            self.token_ids[first:],
+            self._cumulative,
+            None if self._logprobs is None else self._logprobs[first:],
+            self.finish_reason,
+            self.stop_reason,
+            self.score,
         )
 
     def _add_logprobs(self, entry: TokenLogprobs) -> None:

@@ -51,13 +51,14 @@ def _cpu() -> dict[str, str]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     compiler = native.find_compiler()
     return {
-        "cpu": f"{_cpu_name()}, {usable} of {os.cpu_count()} cores usable",
+        "cpu": f"{cpu_name()}, {usable} of {os.cpu_count()} cores usable",
         "cpu kernels": f"instruction set {native.isa()}",
         "compiler": "none" if compiler is None else f"{compiler}, {_first_line(compiler)}",
     }
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """As the machine calls it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -26,15 +25,17 @@ if TYPE_CHECKING:
     from octavo.text.tokenizer import Tokenizer
 
 Stats = Callable[[str], tuple[RequestMetrics, RequestKVUsage] | None]
-"""Times and KV usage of a request until now, by its id; None: not known."""
+"""Times and KV usage of a request until now, by its id; None: not known. The times are copied, the
+usage is the output's to keep."""
 
 
 class OutputKind(Enum):
     """What a `RequestOutput` holds, and when there is one."""
 
     CUMULATIVE = auto()
-    """After each step that added something: all of it so far, all `n` completions. Copies the
-    output each time, so that its cost grows with the length."""
+    """After each step that added something: all of it so far, all `n` completions. Lists are copied
+    when they are first read, so that an output that nobody looks at costs the same at any length.
+    """
     DELTA = auto()
     """After each step that added something: what is new, of the completions that have news.
     Prompt logprobs come with the first. `cumulative_logprob` stays a total."""
@@ -114,27 +115,34 @@ class OutputProcessor:
     ) -> tuple[list[RequestOutput], list[tuple[int, str]]]:
         """Take in one step: (outputs, sequences to stop as (seq_id, stop string)).
 
-        stats: asked for every output's times and KV usage, of which it gets a copy. Without it an
-        output has the times at which its tokens came here, and no KV usage.
+        stats: asked for every output's times and KV usage. Without it an output has the times at
+        which its tokens came here, and no KV usage.
 
         Updates of requests that are not here, and of sequences that have ended here (a stop string
         was found while a further step was under way), are ignored.
         """
+        records = self._records
         touched: dict[str, _Record] = {}
         to_stop: list[tuple[int, str]] = []
         for update in updates:
-            record = self._records.get(update.request_id)
+            request_id, index, seq_id, token_ids, _, of_prompt, reason, *_ = update
+            record = records.get(request_id)
             if record is None:
+                continue
+            if reason is None and not of_prompt and record.take_plain(index, token_ids, now_s):
+                if record.is_streamed:
+                    touched[request_id] = record
                 continue
             stop = record.take(update, now_s)
             if stop is not None:
-                to_stop.append((update.seq_id, stop))
-            touched[update.request_id] = record
+                to_stop.append((seq_id, stop))
+            if record.is_streamed or record.finished:
+                touched[request_id] = record
         outputs = []
         for request_id, record in touched.items():
             if record.finished:
-                del self._records[request_id]
-            elif record.kind is OutputKind.FINAL_ONLY or not record.news:
+                del records[request_id]
+            elif not record.news:
                 continue
             outputs.append(record.output(now_s, stats))
         return outputs, to_stop
@@ -151,11 +159,13 @@ class _Record:
         kind: OutputKind,
         texts: TokenTexts | None,
     ) -> None:
-        self.kind = kind
+        self._kind = kind
+        self.is_streamed = kind is not OutputKind.FINAL_ONLY
         self.news: dict[int, None] = {}
         """Completions that have changed since the last output, in the order of their changes."""
         self.request, self._prompt, self._texts = request, prompt, texts
-        self._metrics = RequestMetrics(arrival_s=request.arrival_s)
+        self._first_token_s: float | None = None
+        self._last_token_s: float | None = None
         self._num_unfinished = request.n
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None
         self._prompt_logprobs_of = 0
@@ -189,6 +199,19 @@ class _Record:
     def finished(self) -> bool:
         return not self._num_unfinished
 
+    def take_plain(self, index: int, token_ids: Sequence[int], now_s: float) -> bool:
+        """Take in tokens of a sequence that goes on, as `take` would; False if that has to."""
+        completion = self.completions[index]
+        if completion.finish_reason is not None or not completion.take_plain(token_ids):
+            return False
+        if token_ids:
+            self._last_token_s = now_s
+            if self._first_token_s is None:
+                self._first_token_s = now_s
+            if self.is_streamed:
+                self.news[index] = None
+        return True
+
     def take(self, update: SeqUpdate, now_s: float) -> str | None:
         """Take in one sequence's update; a stop string for which the sequence must be stopped."""
         if update.prompt_logprobs and self._prompt_logprobs is not None:
@@ -201,12 +224,10 @@ class _Record:
         self.news[update.sample_index] = None
         num_before = len(completion.token_ids)
         stop = completion.take(update)
-        num_new = len(completion.token_ids) - num_before
-        if num_new:
-            self._metrics.num_generation_tokens += num_new
-            self._metrics.last_token_s = now_s
-            if self._metrics.first_token_s is None:
-                self._metrics.first_token_s = now_s
+        if len(completion.token_ids) > num_before:
+            self._last_token_s = now_s
+            if self._first_token_s is None:
+                self._first_token_s = now_s
         if completion.finish_reason is not None:
             self._num_unfinished -= 1
         return stop if update.finish_reason is None else None
@@ -238,21 +259,33 @@ class _Record:
             self.completions,
             key=lambda c: (c.finish_reason is FinishReason.ABORT, -c.mean_logprob, c.index),
         )
-        return [replace(c.snapshot(), index=i) for i, c in enumerate(ranked[:num_best])]
+        best = [completion.snapshot() for completion in ranked[:num_best]]
+        for i, output in enumerate(best):
+            output.index = i
+        return best
+
+    def _own_metrics(self) -> RequestMetrics:
+        """Times as they were noticed here."""
+        return RequestMetrics(
+            arrival_s=self.request.arrival_s,
+            first_token_s=self._first_token_s,
+            last_token_s=self._last_token_s,
+            num_generation_tokens=sum(len(c.token_ids) for c in self.completions),
+        )
 
     def output(self, now_s: float, stats: Stats | None) -> RequestOutput:
         """The output for now; what was news is none afterwards."""
-        finished = self.finished
-        known = None if stats is None else stats(self.request.request_id)
-        metrics, kv = known or (self._metrics, RequestKVUsage())
+        request, finished = self.request, self.finished
+        known = None if stats is None else stats(request.request_id)
+        metrics, kv = known or (self._own_metrics(), RequestKVUsage())
         finished_s = metrics.finished_s
         if finished and finished_s is None:
             finished_s = now_s
         prompt_logprobs = self._prompt_logprobs
-        if self.kind is OutputKind.DELTA:
+        if self._kind is OutputKind.DELTA:
             outputs = [self.completions[i].delta() for i in sorted(self.news)]
             if prompt_logprobs is not None:
-                all_there = len(prompt_logprobs) == len(self.request.prompt_token_ids)
+                all_there = len(prompt_logprobs) == len(request.prompt_token_ids)
                 if self._prompt_logprobs_given or not all_there:
                     prompt_logprobs = None
                 self._prompt_logprobs_given |= all_there
@@ -260,17 +293,26 @@ class _Record:
             outputs = self._best(self._best_of)
         else:
             outputs = [completion.snapshot() for completion in self.completions]
-        self.news = {}
+        self.news.clear()
+        # By position, and not by `dataclasses.replace`: a step makes thousands of these.
         return RequestOutput(
-            request_id=self.request.request_id,
-            prompt=self._prompt,
-            prompt_token_ids=self.request.prompt_token_ids,
-            prompt_logprobs=None if prompt_logprobs is None else list(prompt_logprobs),
-            outputs=outputs,
-            finished=finished,
-            metrics=replace(metrics, finished_s=finished_s),
-            num_cached_tokens=kv.cached_tokens,
-            kv=replace(kv),
+            request.request_id,
+            self._prompt,
+            request.prompt_token_ids,
+            None if prompt_logprobs is None else list(prompt_logprobs),
+            outputs,
+            finished,
+            RequestMetrics(
+                metrics.arrival_s,
+                metrics.first_scheduled_s,
+                metrics.first_token_s,
+                metrics.last_token_s,
+                finished_s,
+                metrics.num_preemptions,
+                metrics.num_generation_tokens,
+            ),
+            kv.cached_tokens,
+            kv,
         )
 
 

@@ -51,6 +51,7 @@ class Recorder:
         """Starts the file anew. Raises `ConfigError` if it cannot be written."""
         self._writer = RecordWriter(path)
         self._watermark = self._max_watermark = 0.0
+        self._plan_ahead = False
         self.left_on_disk: tuple[tuple[int, BlockLabel], ...] = ()
         self.fetched: list[tuple[int, bool]] = []
         """Since the last call that was written."""
@@ -60,6 +61,7 @@ class Recorder:
         assert isinstance(kv, RecordingManager) and isinstance(scheduler, RecordingScheduler)
         kv.recorder = scheduler.recorder = self
         self._watermark, self._max_watermark = scheduler.watermark, scheduler.max_watermark
+        self._plan_ahead = scheduler.plan_ahead
 
     def begin(
         self,
@@ -76,8 +78,8 @@ class Recorder:
             bytes_per_block=plan.bytes_per_block,
             kv_policy=config.kv_policy,
             max_model_len=plan.max_seq_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.limits().max_num_seqs,
+            max_num_batched_tokens=config.limits().max_num_batched_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
             num_host_blocks=plan.num_host_blocks,
             max_disk_blocks=max_disk_blocks,
@@ -88,6 +90,7 @@ class Recorder:
             max_watermark=self._max_watermark,
             token_s=costs.token_s,
             block_s=costs.block_s,
+            plan_ahead=self._plan_ahead,
         )
         header = RecordHeader(
             octavo=__version__,
@@ -195,7 +198,7 @@ class RecordingScheduler(Scheduler):
 
     def retell(self, plan: StepPlan) -> None:
         """See `Scheduler`."""
-        with self.recorder.noting(Retold):
+        with self.recorder.noting(Retold, step_id=plan.step_id):
             super().retell(plan)
 
     def pin(self, token_ids: list[int], salt: str = "") -> Pin:

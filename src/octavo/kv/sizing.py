@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from octavo.errors import CapacityError
 from octavo.util import cdiv, human_bytes
@@ -27,35 +27,67 @@ class KVShape:
     num_kv_heads: int
     head_dim: int
     element_bytes: int
-    """Bytes of one number in the KV cache: 2 for bfloat16, 4 for float32."""
+    """Bytes of one number in the KV cache: 2 for bfloat16, 4 for float32, 1 for fp8."""
+    scale_bytes: int = 0
+    """Bytes of the scale that each head of a token has for K, and for V: 2 under fp8."""
 
     @property
     def bytes_per_token(self) -> int:
-        """layers x kv_heads x head_dim x 2 (K and V) x bytes per element (paper section 3)."""
-        return self.num_layers * self.num_kv_heads * self.head_dim * 2 * self.element_bytes
+        """layers x kv_heads x head_dim x 2 (K and V) x bytes per element (paper section 3), and
+        the scales."""
+        per_head = self.head_dim * self.element_bytes + self.scale_bytes
+        return self.num_layers * self.num_kv_heads * 2 * per_head
 
     def bytes_per_block(self, block_size: int) -> int:
-        """Bytes of one block of `block_size` tokens, over all layers."""
-        return block_size * self.bytes_per_token
+        """Bytes of one block of `block_size` tokens, over all layers; with scales behind its codes
+        it is filled up to whole 16 bytes."""
+        num_bytes = block_size * self.bytes_per_token
+        return num_bytes if not self.scale_bytes else cdiv(num_bytes, 16) * 16
 
     def __str__(self) -> str:
+        element = f"{self.head_dim} x 2 (K, V) x {self.element_bytes} B"
+        if self.scale_bytes:
+            element = f"2 (K, V) x ({self.head_dim} x {self.element_bytes} + {self.scale_bytes}) B"
         return (
-            f"{self.num_layers} layers x {self.num_kv_heads} kv heads x {self.head_dim} x "
-            f"2 (K, V) x {self.element_bytes} B = {self.bytes_per_token:,} B a token"
+            f"{self.num_layers} layers x {self.num_kv_heads} kv heads x {element} = "
+            f"{self.bytes_per_token:,} B a token"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GPUTerms:
+    """What a plan for a GPU has besides; fields as in `MemoryPlan`."""
+
+    graph_bytes: int
+    runtime_bytes: int
+    total_bytes: int
+    others_bytes: int
+    host_available_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Where the memory goes: weights + activations + logits + KV + host tier = budget, in bytes."""
+    """Where the memory goes, in bytes: what its terms add up to is the budget."""
 
     available_bytes: int
-    """Free on the machine (and under its cgroup limits) before the engine took anything."""
+    """What the engine may take: on a CPU what was free on the machine (and under its cgroup
+    limits) before it took anything; on a GPU its share of the whole, less what other processes
+    hold."""
     weights_bytes: int
     activation_bytes: int
     """Largest working set of a step, without the logits."""
     logits_bytes: int
-    """Logits and logprobs of a step."""
+    """Logits, logprobs and sampling of a step."""
+    graph_bytes: int = 0
+    """Recorded decode steps (CUDA graphs)."""
+    runtime_bytes: int = 0
+    """What the GPU's driver and libraries hold for the process: context, kernels, workspaces."""
+    total_bytes: int | None = None
+    """The GPU's whole memory; None on a CPU."""
+    others_bytes: int = 0
+    """Of it, what other processes hold."""
+    host_available_bytes: int | None = None
+    """Host memory for the host tier; None: it comes out of `available_bytes` like the rest."""
     shape: KVShape
     block_size: int
     num_blocks: int
@@ -86,8 +118,15 @@ class MemoryPlan:
 
     @property
     def budget_bytes(self) -> int:
-        """Everything the engine takes."""
+        """Everything the engine takes of `available_bytes`."""
         return sum(self.terms().values())
+
+    @property
+    def host_left_bytes(self) -> int:
+        """What stays free where the host tier is."""
+        if self.host_available_bytes is None:
+            return self.left_bytes
+        return self.host_available_bytes - self.host_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -106,13 +145,17 @@ class MemoryPlan:
 
     def terms(self) -> dict[str, int]:
         """The terms that add up to `budget_bytes`."""
-        return {
+        terms = {
             "weights": self.weights_bytes,
             "activations": self.activation_bytes,
             "logits": self.logits_bytes,
-            "KV cache": self.kv_bytes,
-            "host tier": self.host_bytes,
         }
+        if self.total_bytes is not None:
+            terms |= {"graphs": self.graph_bytes, "runtime": self.runtime_bytes}
+        terms["KV cache"] = self.kv_bytes
+        if self.host_available_bytes is None:
+            terms["host tier"] = self.host_bytes
+        return terms
 
     def __str__(self) -> str:
         kv = (
@@ -121,14 +164,25 @@ class MemoryPlan:
         )
         host = f"{self.num_host_blocks:,} blocks, {self.host_chosen_by}"
         notes = {"KV cache": kv, "host tier": host}
+        if self.total_bytes is None:
+            of = f"{human_bytes(self.available_bytes)} free"
+        else:
+            of = (
+                f"{human_bytes(self.available_bytes)} of the GPU's {human_bytes(self.total_bytes)}"
+                f" ({human_bytes(self.others_bytes)} held by others)"
+            )
         lines = [
             f"{'+' if i else ' '} {name:<12} {human_bytes(size):>12}  {notes.get(name, '')}"
             for i, (name, size) in enumerate(self.terms().items())
             if size or name != "host tier"
         ]
         lines += [
-            f"= {'budget':<12} {human_bytes(self.budget_bytes):>12}  of "
-            f"{human_bytes(self.available_bytes)} free, {human_bytes(self.left_bytes)} left",
+            f"= {'budget':<12} {human_bytes(self.budget_bytes):>12}  of {of}, "
+            f"{human_bytes(self.left_bytes)} left",
+        ]
+        if self.host_available_bytes is not None and self.num_host_blocks:
+            lines.append(f"  {'host tier':<12} {human_bytes(self.host_bytes):>12}  {host}")
+        lines += [
             f"  {self.shape}; room for {self.num_slots:,} tokens",
         ]
         return "\n".join(line.rstrip() for line in lines)
@@ -144,6 +198,7 @@ def plan_memory(
     block_size: int,
     max_model_len: int,
     max_num_seqs: int,
+    gpu: GPUTerms | None = None,
     kv_cache_memory_bytes: int | None = None,
     num_blocks: int | None = None,
     kv_share: float = 0.5,
@@ -173,6 +228,8 @@ def plan_memory(
         max_model_len=max_model_len,
         chosen_by="",
     )
+    if gpu is not None:
+        base = replace(base, **asdict(gpu))
     left = base.left_bytes
     if left < 0:
         raise CapacityError(f"nothing is left for the KV pool: {_left_for_kv(base)}; {_LESS}")
@@ -194,6 +251,9 @@ def plan_memory(
                 f"{_left_for_kv(base)}; lower it to at most {left:,}"
             )
         num_blocks = kv_cache_memory_bytes // base.bytes_per_block
+    elif gpu is not None:
+        chosen_by, kv_share = "all that --gpu-memory-utilization leaves", 1.0
+        num_blocks = left // base.bytes_per_block
     else:
         chosen_by = f"{kv_share:.0%} of what the rest leaves"
         most = max_num_seqs * cdiv(max_model_len, block_size)
@@ -210,7 +270,7 @@ def plan_memory(
 
 
 def _with_host_tier(plan: MemoryPlan, swap_space: float | None, need: str | None) -> MemoryPlan:
-    left, block = plan.left_bytes, plan.bytes_per_block
+    left, block = plan.host_left_bytes, plan.bytes_per_block
     if swap_space is None:
         most = min(MAX_DEFAULT_HOST_BYTES, MAX_DEFAULT_HOST_POOLS * plan.kv_bytes)
         share = int(left * DEFAULT_HOST_SHARE)
@@ -224,6 +284,11 @@ def _with_host_tier(plan: MemoryPlan, swap_space: float | None, need: str | None
         wanted, chosen_by = int(swap_space * _GIB), "--swap-space"
         if wanted > left:
             limit = int(left / _GIB * 100) / 100
+            if plan.host_available_bytes is not None:
+                raise CapacityError(
+                    f"--swap-space {swap_space:g} GiB is more than the host has free, "
+                    f"{human_bytes(left)}; lower it to at most {limit:g}"
+                )
             raise CapacityError(
                 f"--swap-space {swap_space:g} GiB is more than is left beside the KV pool: "
                 f"{_left_for_kv(replace(plan, num_blocks=0))} - {human_bytes(plan.kv_bytes)} KV "
@@ -254,19 +319,32 @@ def resized(plan: MemoryPlan, num_bytes: int) -> MemoryPlan:
     if num_bytes > most:
         raise CapacityError(
             f"{num_bytes:,} B ({human_bytes(num_bytes)}) is more than is left for the KV pool: "
-            f"{_left_for_kv(replace(plan, num_blocks=0, num_host_blocks=0))} - "
-            f"{human_bytes(plan.host_bytes)} host tier = {human_bytes(most)}; ask for at most "
-            f"{most:,}"
+            f"{_left_for_kv(replace(plan, num_blocks=0, num_host_blocks=0))}{_less_host(plan)} = "
+            f"{human_bytes(most)}; ask for at most {most:,}"
         )
     return replace(plan, num_blocks=num_bytes // block, chosen_by="resized while running")
 
 
+def _less_host(plan: MemoryPlan) -> str:
+    if plan.host_available_bytes is not None:
+        return ""
+    return f" - {human_bytes(plan.host_bytes)} host tier"
+
+
 def _left_for_kv(plan: MemoryPlan) -> str:
-    return (
-        f"{human_bytes(plan.available_bytes)} free - {human_bytes(plan.weights_bytes)} weights - "
-        f"{human_bytes(plan.activation_bytes)} activations - {human_bytes(plan.logits_bytes)} "
-        f"logits = {human_bytes(plan.left_bytes)}"
+    """The arithmetic; of a plan without blocks."""
+    start = f"{human_bytes(plan.available_bytes)} free"
+    if plan.total_bytes is not None:
+        start = (
+            f"{human_bytes(plan.available_bytes)} (--gpu-memory-utilization of "
+            f"{human_bytes(plan.total_bytes)}, less {human_bytes(plan.others_bytes)} held by others)"
+        )
+    taken = "".join(
+        f" - {human_bytes(size)} {name}"
+        for name, size in plan.terms().items()
+        if name not in ("KV cache", "host tier")
     )
+    return f"{start}{taken} = {human_bytes(plan.left_bytes)}"
 
 
 def _no_block(plan: MemoryPlan, kv_cache_memory_bytes: int | None, kv_share: float) -> str:

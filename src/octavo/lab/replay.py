@@ -97,6 +97,7 @@ def build(limits: EngineLimits, disk: ColdStore | None = None) -> tuple[KVCacheM
         preemption_mode=limits.preemption_mode,
         preemption_victim=limits.preemption_victim,
         costs=CostModel(token_s=limits.token_s, block_s=limits.block_s),
+        plan_ahead=limits.plan_ahead,
     )
     return kv, scheduler
 
@@ -215,8 +216,11 @@ class Replay:
             case CacheReset():
                 self.kv.reset_cache()
             case Retold():
-                assert self._last_plan is not None, "told again before anything was told"
-                self.scheduler.retell(self._last_plan)
+                failed = self._last_plan
+                if call.step_id is not None:
+                    failed = self._plans.get(call.step_id)
+                assert failed is not None, "told again before anything was told"
+                self.scheduler.retell(failed)
             case Flushed():
                 self.kv.flush_to_disk()
                 copies = self.kv.take_copies()

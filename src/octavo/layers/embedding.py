@@ -53,5 +53,10 @@ def make_embedding(table: Tensor, tied_head: Linear | None = None) -> Embedding:
     """An embedding of `table`; with a head made of the same weight it shares memory if it can."""
     if isinstance(tied_head, PackedLinear):
         return PackedEmbedding(tied_head)
+    if table.is_cuda:
+        from octavo.layers.gpu import GpuEmbedding
+
+        shared = getattr(tied_head, "weight", None) is table
+        return GpuEmbedding(table, 0 if shared else table.nbytes)
     shares = getattr(tied_head, "weight", None) is table
     return TableEmbedding(table, 0 if shares else table.numel() * table.element_size())

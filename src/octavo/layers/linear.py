@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from octavo.layers.norm import RMSNorm
 from octavo.ops import reference
 from octavo.ops.cpu import elementwise, gemm
 
@@ -25,6 +26,10 @@ class Linear(Protocol):
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         """Into out, [num_tokens, out_features]: in x's dtype, or float32 (logits)."""
+        ...
+
+    def normed(self, x: Tensor, norm: RMSNorm, buffer: Tensor, out: Tensor) -> Tensor:
+        """The same for `norm(x)`; `buffer`, like x, may be written."""
         ...
 
     def add_to(self, x: Tensor, residual: Tensor) -> None:
@@ -43,8 +48,22 @@ class Gated(Protocol):
         """[num_tokens, hidden_size] -> out, [num_tokens, intermediate_size]."""
         ...
 
+    def normed(self, x: Tensor, norm: RMSNorm, buffer: Tensor, out: Tensor) -> Tensor:
+        """As `Linear.normed`."""
+        ...
 
-class TorchLinear:
+
+class _Projection:
+    """A layer that takes the norm before it as it comes."""
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def normed(self, x: Tensor, norm: RMSNorm, buffer: Tensor, out: Tensor) -> Tensor:
+        return self(norm(x, buffer), out)
+
+
+class TorchLinear(_Projection):
     """torch's own matrix product; serves every device and dtype."""
 
     replayable = False
@@ -70,7 +89,7 @@ class TorchLinear:
         return torch.nn.functional.linear(x, self.weight, self.bias)
 
 
-class OneDNNLinear:
+class OneDNNLinear(_Projection):
     """bf16 on CPUs without octavo's kernel: oneDNN with the weight packed once for every batch."""
 
     replayable = False
@@ -93,7 +112,7 @@ class OneDNNLinear:
         return product
 
 
-class PackedLinear:
+class PackedLinear(_Projection):
     """bf16 through octavo's kernel (AVX512_BF16 or AMX); the residual is added in the same pass."""
 
     replayable = True
@@ -109,7 +128,7 @@ class PackedLinear:
         gemm.linear(x, self.packed, out=residual, residual=residual)
 
 
-class PlainGated:
+class PlainGated(_Projection):
     """Gate and up as one matrix product, then silu and multiply."""
 
     replayable = False
@@ -126,7 +145,7 @@ class PlainGated:
         return out.copy_(reference.silu_and_mul(both))
 
 
-class PackedGated:
+class PackedGated(_Projection):
     """Gate and up interleaved in one packed weight, so that silu and multiply cost no pass."""
 
     replayable = True
@@ -141,11 +160,19 @@ class PackedGated:
 
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """The fastest layer here for weight [out_features, in_features] and bias [out_features]."""
+    if weight.is_cuda:
+        from octavo.layers.gpu import GpuLinear
+
+        return GpuLinear(weight, bias)
     return PackedLinear(weight, bias) if _packs(weight) else _make_plain(weight, bias)
 
 
 def make_gated(gate: Tensor, up: Tensor, bias: Tensor | None = None) -> Gated:
     """The fastest gated layer for gate and up [intermediate, hidden]; bias is gate's, then up's."""
+    if gate.is_cuda:
+        from octavo.layers.gpu import GpuGated
+
+        return GpuGated(gate, up, bias)
     return PackedGated(gate, up, bias) if _packs(gate) else PlainGated(gate, up, bias)
 
 

@@ -34,7 +34,8 @@ def _widths(arch: ModelArch) -> dict[str, int]:
 class Workspace:
     """Activations of one layer at a time, for up to `num_tokens` tokens, and the logits.
 
-    num_logit_rows: most rows whose logits are computed at once.
+    num_logit_rows: most rows whose logits are computed at once; num_decode_items: most pieces that
+    the decodes of a step are cut into, by attention kernels that do so.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Workspace:
         num_logit_rows: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_decode_items: int = 0,
     ) -> None:
         rows = {
             name: torch.empty((num_tokens, width), dtype=dtype, device=device)
@@ -56,3 +58,17 @@ class Workspace:
         self.logits = torch.empty(
             (num_logit_rows, arch.vocab_size), dtype=torch.float32, device=device
         )
+        self.partial = torch.empty(
+            (num_decode_items, arch.num_heads, arch.head_dim), dtype=torch.float32, device=device
+        )
+        """What each piece of a decode's context attends to."""
+        self.partial_lse = torch.empty(
+            (num_decode_items, arch.num_heads), dtype=torch.float32, device=device
+        )
+        """The logarithms of their weights."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all buffers but the logits."""
+        buffers = (self.hidden, self.normed, self.qkv, self.attended, self.gated)
+        return sum(b.nbytes for b in (*buffers, self.partial, self.partial_lse))

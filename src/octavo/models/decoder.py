@@ -16,7 +16,7 @@ from octavo.arch import ModelArch
 from octavo.attention.base import AttentionBackend, ForwardContext, QKNorm
 from octavo.layers.embedding import Embedding, make_embedding
 from octavo.layers.linear import Gated, Linear, make_gated, make_linear
-from octavo.layers.norm import RMSNorm
+from octavo.layers.norm import RMSNorm, make_norm
 from octavo.layers.rope import RotaryTable
 from octavo.layers.workspace import Workspace
 
@@ -59,13 +59,13 @@ class DecoderLayer:
     def forward(self, x: Tensor, ctx: ForwardContext) -> None:
         """x [num_tokens, hidden_size], the residual stream, is updated in place."""
         work, num_tokens = ctx.workspace, len(x)
-        h = self.attn_norm(x, work.normed[:num_tokens])
-        qkv = self.qkv(h, work.qkv[:num_tokens])
+        normed = work.normed[:num_tokens]
+        qkv = self.qkv.normed(x, self.attn_norm, normed, work.qkv[:num_tokens])
         attended = work.attended[:num_tokens]
         self._attend(qkv, ctx, attended)
         self.out.add_to(attended, x)
-        h = self.mlp_norm(x, work.normed[:num_tokens])
-        self.down.add_to(self.gate_up(h, work.gated[:num_tokens]), x)
+        gated = self.gate_up.normed(x, self.mlp_norm, normed, work.gated[:num_tokens])
+        self.down.add_to(gated, x)
 
     def _attend(self, qkv: Tensor, ctx: ForwardContext, out: Tensor) -> None:
         arch, num_tokens = self.arch, len(qkv)
@@ -200,8 +200,13 @@ class Decoder:
         num_rows is at most what the workspace was made for.
         """
         num_rows = len(hidden)
-        h = self.final_norm(hidden, workspace.normed[:num_rows])
-        return self.head(h, workspace.logits[:num_rows])
+        normed, logits = workspace.normed[:num_rows], workspace.logits[:num_rows]
+        return self.head.normed(hidden, self.final_norm, normed, logits)
+
+    @property
+    def attention(self) -> AttentionBackend:
+        """The backend of every layer."""
+        return self._attention
 
     @property
     def replayable(self) -> bool:
@@ -236,7 +241,7 @@ class Decoder:
 
 def _norm_from(tensors: dict[str, Tensor], arch: ModelArch) -> RMSNorm:
     (weight,) = tensors.values()
-    return RMSNorm(weight, arch.rms_norm_eps)
+    return make_norm(weight, arch.rms_norm_eps)
 
 
 def _linear_shapes(name: str, out_features: int, in_features: int, bias: bool) -> Shapes:

@@ -46,6 +46,8 @@ class EngineLimits:
     token_s: float
     """Prior of the cost model, as is the next."""
     block_s: float
+    plan_ahead: bool = False
+    """Whether sequences were planned while their last token was being sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +142,10 @@ class CacheReset(Call):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retold(Call):
-    """`Scheduler.retell` of the last plan."""
+    """`Scheduler.retell` of a plan that failed."""
+
+    step_id: int | None = None
+    """Of that plan; None: the last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,11 @@ class SeqState:
         self._buffer[self.num_tokens] = token_id
         self.num_tokens += 1
 
+    def token(self, position: int) -> int:
+        """Token id at one position."""
+        assert position < self.num_tokens, f"token {position} of {self.num_tokens} is not known yet"
+        return int(self._buffer[position])
+
     def tokens(self, start: int, stop: int) -> Ints:
         """Token ids at positions start .. stop - 1; a view."""
         assert stop <= self.num_tokens, f"token {stop - 1} of {self.num_tokens} is not known yet"
@@ -76,33 +81,18 @@ class Batch:
     """[num sampled] int64: the token of each sampling sequence whose logits are needed."""
 
 
-class InputBatch:
-    """Remembers sequences and block tables; turns a plan into a `Batch`.
+class Sequences:
+    """Remembers sequences and block tables; follows the plans, which are differences.
 
     block_size: tokens in a block; max_num_seqs: most sequences with blocks at one time;
-    max_num_tokens: most tokens in a step; max_blocks_per_seq: longest block table.
-
-    A batch's tensors are the first rows of buffers made here once, and last until the next batch;
-    their addresses never change.
+    max_blocks_per_seq: longest block table.
     """
 
-    def __init__(
-        self, block_size: int, max_num_seqs: int, max_num_tokens: int, max_blocks_per_seq: int
-    ) -> None:
+    def __init__(self, block_size: int, max_num_seqs: int, max_blocks_per_seq: int) -> None:
         self.block_size = block_size
         self.seqs: dict[int, SeqState] = {}
         self._tables = np.zeros((max_num_seqs, max_blocks_per_seq), dtype=np.int32)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._buffers = Batch(
-            token_ids=torch.zeros(max_num_tokens, dtype=torch.int64),
-            positions=torch.zeros(max_num_tokens, dtype=torch.int64),
-            prompt_lens=torch.zeros(max_num_tokens, dtype=torch.int64),
-            slot_mapping=torch.zeros(max_num_tokens, dtype=torch.int64),
-            block_tables=torch.zeros((max_num_seqs, max_blocks_per_seq), dtype=torch.int32),
-            seq_lens=torch.zeros(max_num_seqs, dtype=torch.int32),
-            query_start_loc=torch.zeros(max_num_seqs + 1, dtype=torch.int32),
-            last_rows=torch.zeros(max_num_seqs, dtype=torch.int64),
-        )
 
     def apply(self, plan: StepPlan) -> None:
         """Act on all of a plan that concerns sequences and tables, in the plan's order."""
@@ -151,20 +141,52 @@ class InputBatch:
         if state.row < 0:
             assert self._free_rows, "more sequences have blocks than the tables have rows"
             state.row = self._free_rows.pop()
-        row = self._tables[state.row]
+            self._row_taken(state.row)
         if seq.replaced is not None:
             index, block_id = seq.replaced
             assert index < state.num_blocks, f"block {index} of {state.num_blocks} is replaced"
-            row[index] = block_id
-        stop = state.num_blocks + len(seq.new_block_ids)
-        row[state.num_blocks : stop] = seq.new_block_ids
-        state.num_blocks = stop
+            self._set_blocks(state.row, index, (block_id,))
+        if seq.new_block_ids:
+            self._set_blocks(state.row, state.num_blocks, seq.new_block_ids)
+            state.num_blocks += len(seq.new_block_ids)
+
+    def _row_taken(self, row: int) -> None:
+        """A row of the tables has a new sequence."""
+
+    def _set_blocks(self, row: int, first: int, block_ids: tuple[int, ...]) -> None:
+        """Write into a row of the tables."""
+        self._tables[row, first : first + len(block_ids)] = block_ids
 
     def block_table(self, seq_id: int) -> list[int]:
         """Physical blocks of a sequence, as the runner sees them."""
         state = self.seqs[seq_id]
         table: list[int] = self._tables[state.row, : state.num_blocks].tolist()
         return table
+
+
+class InputBatch(Sequences):
+    """Turns a plan into a `Batch`.
+
+    max_num_tokens: most tokens in a step; the others as in `Sequences`.
+
+    A batch's tensors are the first rows of buffers made here once, and last until the next batch;
+    their addresses never change.
+    """
+
+    def __init__(
+        self, block_size: int, max_num_seqs: int, max_num_tokens: int, max_blocks_per_seq: int
+    ) -> None:
+        super().__init__(block_size, max_num_seqs, max_blocks_per_seq)
+        self._buffers = Batch(
+            token_ids=torch.zeros(max_num_tokens, dtype=torch.int64),
+            positions=torch.zeros(max_num_tokens, dtype=torch.int64),
+            prompt_lens=torch.zeros(max_num_tokens, dtype=torch.int64),
+            slot_mapping=torch.zeros(max_num_tokens, dtype=torch.int64),
+            block_tables=torch.zeros((max_num_seqs, max_blocks_per_seq), dtype=torch.int32),
+            seq_lens=torch.zeros(max_num_seqs, dtype=torch.int32),
+            query_start_loc=torch.zeros(max_num_seqs + 1, dtype=torch.int32),
+            last_rows=torch.zeros(max_num_seqs, dtype=torch.int64),
+        )
 
     def build(self, seqs: list[SeqPlan]) -> Batch:
         """The tensors of a step that computes `seqs`."""

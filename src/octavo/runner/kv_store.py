@@ -6,24 +6,33 @@ copy-on-write, swap, offload, move - is a copy of whole rows of bytes.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.ops.cpu.memory import give_back, reserve, use_huge_pages
+from octavo.errors import CapacityError
+from octavo.ops.cpu.memory import give_back
+from octavo.ops.gpu.memory import PinnedMemory
 from octavo.plan import BlockCopy, BlockLabel, CopyKind
+from octavo.runner.pool_memory import DevicePool, HostPool, PoolMemory
+from octavo.util import cdiv, human_bytes
+
+if TYPE_CHECKING:
+    from octavo.runner.gpu_copies import GpuCopies
 
 PARALLEL_BYTES = 256 << 10
 """A block of at least this is copied by torch, on several threads; a smaller one by numpy, which
 needs a microsecond a block and one thread. Measured on a CPU for blocks of 23 KB to 3 MB, both are
 two to five times as fast as one index operation over many blocks."""
 _PROBE_BYTES = 8 << 20
+_GPU_PROBE_BYTES = 64 << 20
+_ALIGN = 16
 
 Bytes = NDArray[np.uint8]
 
@@ -45,7 +54,11 @@ class BlockFiles(Protocol):
 
 
 class HostTraffic(NamedTuple):
-    """What moving blocks to and from host memory cost in one plan; zeros where it is not known."""
+    """What moving blocks to and from host memory cost; zeros where it is not known.
+
+    On a CPU, the copies of the plan that was just carried out. A GPU copies later, and times that
+    itself: there, the copies of earlier plans whose end was noticed with this plan, each once.
+    """
 
     num_blocks: int
     seconds: float
@@ -57,11 +70,15 @@ class KVStore:
     Layout `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`: all that belongs to a
     block, over all layers, is one contiguous piece, so that copying it, swapping it out or sending
     it elsewhere is one copy; inside, the tokens of one head lie side by side (HND), which is the
-    order in which an attention kernel streams them.
+    order in which an attention kernel streams them. Under fp8 (`torch.float8_e4m3fn`) these are
+    codes, and the block's scales lie behind them, in the same piece: `[num_layers, 2, num_kv_heads,
+    block_size]` float16, filled up to whole 16 bytes.
 
-    num_blocks: size of the pool; max_blocks: size up to which it can grow without moving (addresses
-    are reserved, memory is not; the pool's size where the device or the system cannot do that);
-    num_host_blocks: size of the host tier; disk: the tier behind that.
+    num_blocks: size of the pool; kv_dtype: of the numbers, or codes; max_blocks: size up to which
+    the pool can grow without moving (addresses are reserved, memory is not; the pool's size where
+    the device or the system cannot do that); num_host_blocks: size of the host tier; disk: the tier
+    behind that. Raises `MemoryError` where there is no room for the pool, `CapacityError` for the
+    host tier.
 
     `data` has `max_blocks` rows, so that neither its address nor its shape changes with the size.
     """
@@ -73,7 +90,7 @@ class KVStore:
         num_kv_heads: int,
         block_size: int,
         head_dim: int,
-        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
         device: torch.device,
         *,
         max_blocks: int | None = None,
@@ -81,122 +98,148 @@ class KVStore:
         disk: BlockFiles | None = None,
     ) -> None:
         self._shape = (num_layers, 2, num_kv_heads, block_size, head_dim)
-        self._dtype, self._device = dtype, device
-        self._on_cpu = device.type == "cpu"
-        self.block_bytes = int(np.prod(self._shape)) * dtype.itemsize
+        self._dtype, self._device = kv_dtype, device
+        self._codes_bytes = math.prod(self._shape) * kv_dtype.itemsize
+        self._scales_bytes = 0
+        self.block_bytes = self._codes_bytes
+        """Of one block, over all layers, scales included."""
+        if kv_dtype == torch.float8_e4m3fn:
+            self._scales_bytes = math.prod(self._shape[:-1]) * torch.float16.itemsize
+            self.block_bytes = cdiv(self._codes_bytes + self._scales_bytes, _ALIGN) * _ALIGN
         self.num_blocks = num_blocks
-        self.disk = disk
-        self.host = self._make_host(num_host_blocks)
-        """[num_host_blocks, ...a block]: the host tier."""
-        try:
-            most = max(num_blocks, max_blocks or 0) if self._on_cpu else num_blocks
-            self._set_data(self._make_pool(most))
-        except MemoryError:
-            self._set_data(self._make_pool(num_blocks))
+        self._memory = self._make_pool(num_blocks, max_blocks or 0)
+        self._set_views()
+        self._gpu = self._make_gpu_copies()
+        self.add_tiers(num_host_blocks, disk)
 
-    def _set_data(self, data: Tensor) -> None:
-        self.data = data
-        """[max_blocks, ...a block]: the pool, and the addresses into which it can grow."""
+    def _make_pool(self, num_blocks: int, max_blocks: int) -> PoolMemory:
+        if self._device.type == "cpu":
+            return HostPool(num_blocks, max_blocks, self.block_bytes)
+        return DevicePool(num_blocks, max_blocks, self.block_bytes, self._device)
+
+    def _make_gpu_copies(self) -> GpuCopies | None:
+        if self._device.type == "cpu":
+            return None
+        from octavo.runner.gpu_copies import GpuCopies
+
+        copies = GpuCopies(self._device)
+        copies.prepare(self._memory.rows)
+        return copies
+
+    def _set_views(self) -> None:
+        rows = self._memory.rows
+        self.data = self._codes(rows)
+        """[max_blocks, ...a block]: the pool, and the addresses into which it can grow. Blocks are
+        `block_bytes` apart."""
+        self.scales = self._scales(rows)
+        """[max_blocks, num_layers, 2, num_kv_heads, block_size] float16 under fp8, else None."""
+
+    def _codes(self, rows: Tensor) -> Tensor:
+        return rows[:, : self._codes_bytes].view(self._dtype).unflatten(1, self._shape)
+
+    def _scales(self, rows: Tensor) -> Tensor | None:
+        if not self._scales_bytes:
+            return None
+        scales = rows[:, self._codes_bytes : self._codes_bytes + self._scales_bytes]
+        return scales.view(torch.float16).unflatten(1, self._shape[:-1])
+
+    def add_tiers(self, num_host_blocks: int, disk: BlockFiles | None) -> None:
+        """Have a host tier of so many blocks, and a disk behind it, in place of those that are.
+
+        Raises `CapacityError` where the system does not give, or pin, so much host memory.
+        """
+        num_bytes = num_host_blocks * self.block_bytes
+        self.disk = disk
+        try:
+            if self._gpu is None:
+                self._pinned = None
+                self._host_rows = HostPool(num_host_blocks, 0, self.block_bytes).rows
+            else:
+                self._pinned = PinnedMemory(num_bytes)
+                self._host_rows = self._pinned.tensor.view(num_host_blocks, self.block_bytes)
+        except MemoryError as error:
+            raise CapacityError(
+                f"{human_bytes(num_bytes)} of host memory for the host tier of "
+                f"{num_host_blocks:,} KV blocks cannot be had: {error}; lower --swap-space"
+            ) from error
+        self.host = self._codes(self._host_rows)
+        """[num_host_blocks, ...a block]: the host tier."""
+
+    # -- the size of the pool
 
     @property
     def max_blocks(self) -> int:
         """The size up to which the pool grows in place."""
         return len(self.data)
 
-    def _make_pool(self, num_blocks: int) -> Tensor:
-        # Unwritten slots are never read, so the memory needs no initial value; on a CPU the
-        # operating system hands out pages only as blocks are first written.
-        if self._on_cpu:
-            return self._lazy(num_blocks)
-        return torch.empty((num_blocks, *self._shape), dtype=self._dtype, device=self._device)
-
-    def _make_host(self, num_blocks: int) -> Tensor:
-        if self._on_cpu:
-            return self._lazy(num_blocks)
-        pinned = self._device.type == "cuda"
-        return torch.empty((num_blocks, *self._shape), dtype=self._dtype, pin_memory=pinned)
-
-    def _lazy(self, num_blocks: int) -> Tensor:
-        flat = reserve(num_blocks * self.block_bytes)
-        use_huge_pages(flat)
-        return flat.view(self._dtype).view(num_blocks, *self._shape)
-
-    # -- the size of the pool
+    @property
+    def mapped_bytes(self) -> int:
+        """Memory that the pool takes up now (on a CPU, once all of it is written)."""
+        return self._memory.mapped_bytes
 
     def resize(self, num_blocks: int) -> bool:
         """Make the pool larger or smaller; whether `data` has a new address.
 
         Blocks that stay keep their content; those behind the new end lose it, and their memory goes
         back to the system. Within `max_blocks` the address stays. Raises `MemoryError`, and changes
-        nothing, where there is no room for a new address.
+        nothing, where there is no room.
         """
-        kept = min(num_blocks, self.num_blocks)
-        before = self.data
-        moves = num_blocks > len(before) or (not self._on_cpu and num_blocks < len(before))
-        if moves:
-            self._set_data(self._make_pool(num_blocks))
-            self.data[:kept].copy_(before[:kept])
-        elif self._on_cpu:
-            give_back(before[num_blocks:])
+        moved = self._memory.resize(num_blocks)
+        if moved:
+            self._set_views()
         self.num_blocks = num_blocks
-        return moves
+        return moved
 
     # -- copies
 
     def copy(self, copies: list[BlockCopy]) -> HostTraffic:
         """Copy whole blocks, as if one by one: a later copy may read what an earlier one wrote.
 
-        On a CPU the answer says what was moved to and from the host and how long that took. On a
-        GPU copies are only queued, and the seconds of that say nothing: zeros, so that what
-        `host_copy_speed` has measured, waiting for the end, remains the estimate.
+        On a GPU they are queued on the current stream.
         """
+        if self._gpu is not None:
+            traffic = HostTraffic(*self._gpu.finished())
+            if copies:
+                self._gpu.copy(copies, self._memory.rows, self._host_rows, self.disk)
+        else:
+            traffic = self._copy_on_cpu(copies)
+        if self.disk is not None:
+            self.disk.settle()
+        return traffic
+
+    def _copy_on_cpu(self, copies: list[BlockCopy]) -> HostTraffic:
         num_blocks, seconds = 0, 0.0
         for kind, group in groupby(copies, key=lambda copy: copy.kind):
             run = list(group)
             begun = time.perf_counter()
             self._copy_run(kind, run)
-            if self._on_cpu and kind in (CopyKind.TO_HOST, CopyKind.FROM_HOST):
+            if kind in (CopyKind.TO_HOST, CopyKind.FROM_HOST):
                 num_blocks += len(run)
                 seconds += time.perf_counter() - begun
-        if self.disk is not None:
-            self.disk.settle()
         return HostTraffic(num_blocks, seconds)
 
     def _copy_run(self, kind: CopyKind, run: list[BlockCopy]) -> None:
         """Copies of one kind, which follow each other."""
+        rows, host = self._memory.rows, self._host_rows
         if kind is CopyKind.WITHIN:
-            copy_rows = copy_one_by_one if self._on_cpu else copy_by_index
-            copy_rows(self.data, self.data, run)
+            copy_one_by_one(rows, rows, run)
         elif kind is CopyKind.TO_HOST:
-            copy_one_by_one(self.host, self.data, run)
+            copy_one_by_one(host, rows, run)
         elif kind is CopyKind.FROM_HOST:
-            copy_one_by_one(self.data, self.host, run)
+            copy_one_by_one(rows, host, run)
         elif kind is CopyKind.TO_DISK:
-            self._to_disk(run)
+            put_on_disk(self.disk, host, run)
         else:
-            self._from_disk(run)
-
-    def _to_disk(self, run: list[BlockCopy]) -> None:
-        assert self.disk is not None, "a block is to go to a disk tier that is not there"
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # for copies to host under way
-        for copy in run:
-            assert copy.label is not None, f"block {copy.dst} goes to disk without a label"
-            self.disk.put(copy.dst, copy.label, _row_bytes(self.host, copy.src).numpy())
-
-    def _from_disk(self, run: list[BlockCopy]) -> None:
-        assert self.disk is not None, "a block is to come from a disk tier that is not there"
-        for copy in run:
-            data = self.disk.take(copy.src)
-            assert data is not None, f"disk block {copy.src} was not fetched before the step"
-            _row_bytes(self.data, copy.dst).copy_(torch.from_numpy(data))
+            for copy in run:
+                rows[copy.dst].copy_(torch.from_numpy(taken_from_disk(self.disk, copy)))
 
     def host_copy_speed(self) -> float:
         """Bytes a second between pool and host memory, the mean of both ways; takes a few ms.
 
         For use before any block holds anything: it writes into both. Without a host tier 0.
         """
-        num = min(self.num_blocks, len(self.host), max(1, _PROBE_BYTES // self.block_bytes))
+        probe_bytes = _PROBE_BYTES if self._gpu is None else _GPU_PROBE_BYTES
+        num = min(self.num_blocks, len(self.host), max(1, probe_bytes // self.block_bytes))
         if not num:
             return 0.0
         there = [BlockCopy(i, i, CopyKind.TO_HOST) for i in range(num)]
@@ -208,9 +251,11 @@ class KVStore:
         self.copy(there + back)
         self._wait()
         seconds = time.perf_counter() - begun
-        if self._on_cpu:
-            give_back(self.data[:num])
-            give_back(self.host[:num])
+        if self._gpu is None:
+            give_back(self._memory.rows[:num])
+            give_back(self._host_rows[:num])
+        else:
+            self._gpu.finished()  # these are no plan's
         return 2 * num * self.block_bytes / max(seconds, 1e-9)
 
     def _wait(self) -> None:
@@ -218,56 +263,35 @@ class KVStore:
             torch.cuda.current_stream(self._device).synchronize()
 
 
+def put_on_disk(disk: BlockFiles | None, host: Tensor, copies: list[BlockCopy]) -> None:
+    """Host blocks to disk blocks. host: [num_host_blocks, block_bytes] uint8."""
+    assert disk is not None, "a block is to go to a disk tier that is not there"
+    for copy in copies:
+        assert copy.label is not None, f"block {copy.dst} goes to disk without a label"
+        disk.put(copy.dst, copy.label, host[copy.src].numpy())
+
+
+def taken_from_disk(disk: BlockFiles | None, copy: BlockCopy) -> Bytes:
+    """[block_bytes]: the bytes of a block that was fetched."""
+    assert disk is not None, "a block is to come from a disk tier that is not there"
+    data = disk.take(copy.src)
+    assert data is not None, f"disk block {copy.src} was not fetched before the step"
+    return data
+
+
 def copy_one_by_one(into: Tensor, out_of: Tensor, copies: list[BlockCopy]) -> None:
-    """Rows `src` of `out_of` to rows `dst` of `into`, in order; both contiguous, of equal rows."""
+    """Rows `src` of `out_of` to rows `dst` of `into`, in order; both contiguous, of equal rows,
+    on the CPU."""
     row_bytes = into[:1].nbytes
-    on_cpu = into.device.type == out_of.device.type == "cpu"
-    if on_cpu and row_bytes < PARALLEL_BYTES:
+    if row_bytes < PARALLEL_BYTES:
         to, of = _all_bytes(into).numpy(), _all_bytes(out_of).numpy()
         for copy in copies:
             to[copy.dst] = of[copy.src]
         return
     for copy in copies:
-        into[copy.dst].copy_(out_of[copy.src], non_blocking=True)
-
-
-def copy_by_index(into: Tensor, out_of: Tensor, copies: list[BlockCopy]) -> None:
-    """The same by one index operation for each run of copies that do not touch each other's rows.
-
-    For devices where an operation's start costs as much as copying many blocks.
-    """
-    for run in untangled(copies, same_memory=into is out_of):
-        src = torch.tensor([copy.src for copy in run], device=out_of.device)
-        dst = torch.tensor([copy.dst for copy in run], device=into.device)
-        into.index_copy_(0, dst, out_of.index_select(0, src))
-
-
-def untangled(copies: list[BlockCopy], same_memory: bool) -> Iterator[list[BlockCopy]]:
-    """Cut into consecutive runs, in which no block is written that the run reads or writes.
-
-    same_memory: `src` and `dst` number the same blocks.
-    """
-    run: list[BlockCopy] = []
-    read: set[int] = set()
-    written: set[int] = set()
-    for copy in copies:
-        clash = copy.dst in written or (
-            same_memory and (copy.dst in read or copy.src in written or copy.src == copy.dst)
-        )
-        if clash and run:
-            yield run
-            run, read, written = [], set(), set()
-        run.append(copy)
-        read.add(copy.src)
-        written.add(copy.dst)
-    if run:
-        yield run
+        into[copy.dst].copy_(out_of[copy.src])
 
 
 def _all_bytes(blocks: Tensor) -> Tensor:
     """[num_blocks, bytes of a block] uint8, a view."""
     return blocks.view(len(blocks), -1).view(torch.uint8)
-
-
-def _row_bytes(blocks: Tensor, row: int) -> Tensor:
-    return blocks[row].view(-1).view(torch.uint8)

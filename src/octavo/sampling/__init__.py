@@ -1,8 +1,9 @@
 """Sampling: from logits to tokens, vectorised over the rows of a step, on any device.
 
 `SamplingState` keeps what each sequence needs between steps; `sample` turns one step's logits into
-tokens and logprobs. What a sequence draws depends on its own logits, parameters, seed and number
-of output tokens only: never on the other rows, their order, or an earlier preemption.
+tokens and logprobs; `device.DeviceSampler` does the same on a GPU, by launches that never wait.
+What a sequence draws depends on its own logits, parameters, seed and number of output tokens only:
+never on the other rows, their order, or an earlier preemption.
 """
 
 from __future__ import annotations

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from octavo.sampling.layout import RowLayout
 from octavo.sampling.penalties import TokenCounts, apply_penalties
+
+if TYPE_CHECKING:
+    from octavo.sampling.batch import SeqSampling
 
 
 def adjust(logits: Tensor, layout: RowLayout) -> None:
@@ -35,22 +39,27 @@ def adjust(logits: Tensor, layout: RowLayout) -> None:
 
 
 def _ban(logits: Tensor, layout: RowLayout) -> None:
-    """Mask what bad words and `min_tokens` forbid at each row's position.
-
-    Where they would leave a row nothing, they are lifted for this one token: a request must go on,
-    and `allowed_token_ids` is the stronger promise.
-    """
+    """Mask what bad words and `min_tokens` forbid at each row's position."""
     places: list[int] = []
     for row in layout.bannable:
-        seq = layout.seqs[row]
-        banned = set(seq.banned_ids())
-        allowed = seq.params.allowed_token_ids
-        choices = layout.vocab_size if allowed is None else len(set(allowed))
-        if len(banned) >= choices and not (
-            set(range(layout.vocab_size) if allowed is None else allowed) - banned
-        ):
-            continue
+        banned = bans_of(layout.seqs[row], layout.vocab_size)
         places.extend(row * layout.vocab_size + token_id for token_id in banned)
     if places:
         index = torch.tensor(places, dtype=torch.int64, device=logits.device)
         logits.view(-1).index_fill_(0, index, -math.inf)
+
+
+def bans_of(seq: SeqSampling, vocab_size: int) -> set[int]:
+    """Tokens that bad words and `min_tokens` forbid a sequence at its position.
+
+    None where they would leave it nothing: they are lifted for this one token, for a request must
+    go on, and `allowed_token_ids` is the stronger promise.
+    """
+    banned = set(seq.banned_ids())
+    allowed = seq.params.allowed_token_ids
+    choices = vocab_size if allowed is None else len(set(allowed))
+    if len(banned) >= choices and not (
+        set(range(vocab_size) if allowed is None else allowed) - banned
+    ):
+        return set()
+    return banned

@@ -57,7 +57,15 @@ class SeqSampling:
 
     def append(self, token_id: int) -> None:
         """Take in a sampled token."""
+        self.advance()
+        self.learn(token_id)
+
+    def advance(self) -> None:
+        """A token was drawn, whichever: the next draw is for the next position."""
         self.num_output += 1
+
+    def learn(self, token_id: int) -> None:
+        """Which token was drawn: what penalties and bad words of several tokens look at."""
         if self.counts is not None:
             self.counts.count(token_id)
         if self.tail is not None:
@@ -109,8 +117,25 @@ class SamplingState:
         return self._seqs[seq_id].params
 
     def append(self, seq_id: int, token_id: int) -> None:
-        """Record a sampled token: the next draw of the sequence is for the next position."""
+        """Record a sampled token: `advance` and `learn`."""
         self._seqs[seq_id].append(token_id)
+
+    def advance(self, seq_id: int) -> None:
+        """A token of the sequence was drawn, whichever: the next draw is for the next position.
+
+        All that sampling needs of a sequence whose parameters do not need its past.
+        """
+        self._seqs[seq_id].advance()
+
+    def learn(self, seq_id: int, token_id: int) -> None:
+        """Tell which token an earlier `advance` stands for; a forgotten sequence is fine."""
+        seq = self._seqs.get(seq_id)
+        if seq is not None:
+            seq.learn(token_id)
+
+    def sequences(self, seq_ids: Sequence[int]) -> list[SeqSampling]:
+        """Parameters and past of known sequences."""
+        return [self._seqs[seq_id] for seq_id in seq_ids]
 
     def forget(self, seq_id: int) -> None:
         """Drop a sequence; one that never came here is fine."""

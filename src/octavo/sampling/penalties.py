@@ -25,7 +25,7 @@ class TokenCounts:
         self._place = {token_id: place for place, token_id in enumerate(ids)}
         self._size = len(ids)
         capacity = max(64, 2 * len(ids))
-        self._ids = np.zeros(capacity, dtype=np.int64)
+        self._ids = np.zeros(capacity, dtype=np.int32)
         self._ids[: len(ids)] = ids
         self._counts = np.zeros(capacity, dtype=np.float32)
 
@@ -52,8 +52,12 @@ class TokenCounts:
             self._size += 1
         self._counts[place] += 1
 
+    def places(self, token_ids: Iterable[int]) -> list[int | None]:
+        """Where in `ids` each token is; None where it is not."""
+        return [self._place.get(token_id) for token_id in token_ids]
+
     @property
-    def ids(self) -> NDArray[np.int64]:
+    def ids(self) -> NDArray[np.int32]:
         """[num distinct] token ids; a view that the next `count` may change."""
         return self._ids[: self._size]
 

@@ -29,6 +29,7 @@ class Planner:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        plan_ahead: bool = False,
     ) -> None:
         self._kv = kv
         self._roster = roster
@@ -36,6 +37,7 @@ class Planner:
         self._pressure = pressure
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._plan_ahead = plan_ahead
         self._counts: list[int] = []
         """By number of the last ones in running: how many of them want a token."""
         self._counted_at = -1
@@ -65,7 +67,7 @@ class Planner:
 
     def _serve_running(self, plan: StepPlan, budget: StepBudget) -> None:
         """One token for a decode; for a prompt under way as many as the others leave it."""
-        running = self._roster.running
+        running, plan_ahead = self._roster.running, self._plan_ahead
         grow, by_force, commit = self._kv.grow, self._pressure.grow, self._kv.commit
         self._forget_counts()
         index = 0
@@ -75,19 +77,31 @@ class Planner:
                 index = self._serve_beams(plan, budget, seq.search, index)
                 continue
             index += 1
-            if seq.num_pending:  # its next token does not exist yet
-                budget.take(0)
+            group, num_known, num_pending = seq.group, len(seq.token_ids), seq.num_pending
+            # `not _may_go_ahead(seq)`, written out.
+            if num_pending and (
+                not plan_ahead
+                or num_pending > 1
+                or num_known >= group.ahead_until
+                or group.expected
+            ):
+                budget.take(0)  # its next token does not exist yet
                 continue
             start = seq.num_computed_tokens
-            num_tokens = num_left = len(seq.token_ids) - start
+            num_tokens = num_left = num_known + num_pending - start
             if num_left > 1:
                 num_tokens = min(num_left, budget.num_tokens_left - self._num_to_serve(index))
             end = start + num_tokens
-            growth = grow(seq.seq_id, end, start) or by_force(seq, end, start)
+            growth = grow(seq.seq_id, end, start)
+            if growth is None:
+                if num_pending:  # nobody gives way for a token that may not be wanted
+                    budget.take(0)
+                    continue
+                growth = by_force(seq, end, start)
             if growth is None:  # it has given way itself
                 index -= 1
                 continue
-            if num_left > 1 or growth is not NO_GROWTH or seq.group.is_family:
+            if num_left > 1 or growth is not NO_GROWTH or group.is_family:
                 self._put_in_plan(plan, seq, end, growth)
                 budget.take(num_tokens)
                 continue
@@ -96,10 +110,11 @@ class Planner:
             assert seq.known_to_runner, f"sequence {seq.seq_id} has blocks that nobody told of"
             share = (seq.seq_id, start, 1, (), None, True)
             plan.seqs.append(tuple.__new__(SeqPlan, share))
-            seq.num_pending = 1
+            seq.num_pending = num_pending + 1
             seq.num_computed_tokens = end
-            seq.group.stats.num_computed_tokens += 1
-            commit(seq.seq_id, end)
+            group.stats.num_computed_tokens += 1
+            if not num_pending:  # else `Scheduler.update` does, when it knows the token
+                commit(seq.seq_id, end)
             budget.num_tokens_left -= 1
             budget.num_seats_left -= 1
 
@@ -111,7 +126,10 @@ class Planner:
         running, num_removed = self._roster.running, self._num_removed
         if self._counted_at != num_removed:
             self._counted_at = num_removed
-            wanting = (not seq.num_pending for seq in reversed(running))
+            ahead = self._plan_ahead
+            wanting = (
+                not seq.num_pending or (ahead and _may_go_ahead(seq)) for seq in reversed(running)
+            )
             self._counts = list(accumulate(wanting, initial=0))
         return self._counts[len(running) - index]
 
@@ -302,21 +320,22 @@ class Planner:
         new_block_ids, replaced = growth
         seq_id = seq.seq_id
         start = seq.num_computed_tokens
-        sample = end == len(seq.token_ids)
+        sample = end >= len(seq.token_ids)
         if not seq.known_to_runner:
             self._introduce(plan, seq)
         share = (seq_id, start, end - start, new_block_ids, replaced, sample)
         plan.seqs.append(tuple.__new__(SeqPlan, share))  # SeqPlan(*share), at half the time
         group = seq.group
         if sample:
-            seq.num_pending = 1
+            seq.num_pending += 1
             if group.is_family:
                 self._draw_together(plan, seq)
         if new_block_ids:
             seq.has_table_there = True
         seq.num_computed_tokens = end
         group.stats.num_computed_tokens += end - start
-        self._kv.commit(seq_id, end)
+        if end <= len(seq.token_ids):  # else `Scheduler.update` does, when it knows the token
+            self._kv.commit(seq_id, end)
 
     def _draw_together(self, plan: StepPlan, seq: Sequence) -> None:
         """What a plan says besides, when one of several sequences draws."""
@@ -350,6 +369,13 @@ class Planner:
         group.carrier = None
         if group.unborn:
             self._roster.promote(group)
+
+
+def _may_go_ahead(seq: Sequence) -> bool:
+    """Whether one whose token is being sampled may compute that token, unseen, in the next plan:
+    its KV, and the draw of the next. It may turn out to have ended before; never by length."""
+    group = seq.group
+    return seq.num_pending == 1 and len(seq.token_ids) < group.ahead_until and not group.expected
 
 
 def _are_beams_of(search: BeamSearch | None, running: list[Sequence]) -> bool:

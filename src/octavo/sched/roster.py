@@ -160,7 +160,8 @@ class Roster:
             self.give_birth(seq, with_blocks=False)
         self._run_no_more(seq)
         taken = self._kv.preempt(seq.seq_id, to_host)
-        seq.num_answered = max(seq.num_answered, seq.num_computed_tokens)
+        num_known = min(seq.num_computed_tokens, len(seq.token_ids))
+        seq.num_answered = max(seq.num_answered, num_known)
         seq.num_computed_tokens = seq.num_reserved = 0
         self._line_up(seq)
         if seq.has_table_there:

@@ -10,22 +10,24 @@ from octavo.errors import CapacityError, ConfigError, InvalidRequestError
 from octavo.events import EngineEvent
 from octavo.kv.manager import KVCacheManager
 from octavo.kv.pins import Pin
-from octavo.plan import CopyKind, StepPlan, StepResult
+from octavo.plan import StepPlan, StepResult
 from octavo.request import FinishReason, Request
 from octavo.sched.admission import Admission
 from octavo.sched.costs import CostModel
 from octavo.sched.events import EventLog
+from octavo.sched.failures import hit_by
 from octavo.sched.groups import BeamKeeper
+from octavo.sched.moves import one_after_the_other
 from octavo.sched.planning import Planner
 from octavo.sched.preemption import PreemptionPolicy
 from octavo.sched.pressure import Pressure, PressureTotals
 from octavo.sched.promises import check_pins, check_resize
 from octavo.sched.roster import Roster
-from octavo.sched.sequence import RequestStats, Sequence, SeqUpdate
+from octavo.sched.sequence import RequestStats, Sequence, SequenceStatus, SeqUpdate
 from octavo.sched.stopping import why_it_ends
 from octavo.sched.stride import QuietSteps, Stride, Strider
 
-_INTO_POOL = {CopyKind.WITHIN, CopyKind.FROM_HOST, CopyKind.FROM_DISK}
+_RUNNING = SequenceStatus.RUNNING
 
 
 class Scheduler:
@@ -40,7 +42,8 @@ class Scheduler:
             updates = scheduler.update(runner.execute(plan), now_s)
 
     Several plans may be under way at once; results come in the order of the plans. A sequence
-    whose token is still being sampled sits out the plans made meanwhile. Requests may be added,
+    whose token is still being sampled sits out the plans made meanwhile; with `plan_ahead` it sits
+    out only from the second on, and where the sampler must know the token. Requests may be added,
     aborted and finished between any two calls, also while a step runs: what that step yields for
     a sequence that has ended is dropped.
     """
@@ -58,13 +61,15 @@ class Scheduler:
         preemption_mode: PreemptionMode = "recompute",
         preemption_victim: PreemptionVictim = "last-come",
         costs: CostModel | None = None,
+        plan_ahead: bool = False,
     ) -> None:
         """`kv` is an empty pool, used by nobody else. Limits are those of `EngineConfig`.
 
         `watermark` is the share of the pool that admitting leaves free for the growth of those
         who run; it is raised while preemptions come too thick, to `max_watermark` at most (at or
         below `watermark`: never). `costs` has the priors of what copying and computing cost, and
-        learns from results. Raises `ConfigError` naming the limit it refuses.
+        learns from results. `plan_ahead`: the runner feeds a token that it has sampled to the next
+        step by itself. Raises `ConfigError` naming the limit it refuses.
         """
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise ConfigError(
@@ -94,7 +99,9 @@ class Scheduler:
             self._pressure,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            plan_ahead=plan_ahead,
         )
+        self.plan_ahead = plan_ahead
         self._strider = Strider(kv, self._roster, self._planner, self._pressure, self._costs)
         self._moved: dict[int, int] | None = None
         """By old ids the new ones of blocks that resizes have moved, until the runner is told."""
@@ -161,7 +168,8 @@ class Scheduler:
             self._moved = None
         else:
             num_tokens = self._planner.fill(plan)
-            self._pressure.watch()
+            if plan.seqs or not self._sizes:  # else it waits for a result: that is no step
+                self._pressure.watch()
             if not plan.seqs:
                 return None  # the next plan will say who ended or was preempted, and what is copied
         if plan.finished:
@@ -237,8 +245,10 @@ class Scheduler:
 
     def _take_token(self, seq: Sequence, token_id: int) -> None:
         group, token_ids, now_s = seq.group, seq.token_ids, self._roster.now_s
-        seq.num_pending -= 1
+        seq.num_pending = num_pending = seq.num_pending - 1
         token_ids.append(token_id)
+        if num_pending and seq.status is _RUNNING:  # its KV is computed in a plan under way
+            self._kv.commit(seq.seq_id, len(token_ids))
         metrics = group.stats.metrics
         metrics.num_generation_tokens += 1
         metrics.last_token_s = now_s
@@ -317,7 +327,7 @@ class Scheduler:
                 break
         moved = kv.resize(num_blocks)
         if num_blocks < old:
-            self._moved = _one_after_the_other(self._moved or {}, dict(moved))
+            self._moved = one_after_the_other(self._moved or {}, dict(moved))
         self._pressure.resized(old, len(moved), self._roster.num_preemptions - num_preempted)
 
     # -- what is going on
@@ -352,20 +362,8 @@ class Scheduler:
         return [request_id for request_id in self._roster.groups if request_id in owners]
 
     def request_ids_in(self, plan: StepPlan) -> list[str]:
-        """The live requests that cannot go on if a plan was not carried out: those that run in it,
-        and those that have blocks into which it copies or computes. (Who found all but its last
-        token in what another one computes in the same step has blocks without running.)"""
-        kv, running = self._kv, self._roster.running
-        written = {copy.dst for copy in plan.copies if copy.kind in _INTO_POOL}
-        seq_ids = [share.seq_id for share in plan.seqs]
-        if not all(kv.has(seq_id) for seq_id in seq_ids):  # who knows which blocks they had?
-            return self.request_ids_of([*seq_ids, *(seq.seq_id for seq in running)])
-        for share in plan.seqs:
-            written.update(kv.block_table(share.seq_id)[share.start // kv.block_size :])
-        for seq in running:
-            if not written.isdisjoint(kv.block_table(seq.seq_id)):
-                seq_ids.append(seq.seq_id)
-        return self.request_ids_of(seq_ids)
+        """The live requests that cannot go on if a plan was not carried out: see `hit_by`."""
+        return self.request_ids_of(hit_by(plan, self._kv, self._roster.running))
 
     @property
     def num_running(self) -> int:
@@ -390,10 +388,3 @@ class Scheduler:
     def _set_time(self, now_s: float) -> None:
         self._roster.now_s = now_s
         self._kv.set_time(now_s)
-
-
-def _one_after_the_other(first: dict[int, int], then: dict[int, int]) -> dict[int, int]:
-    """Two rounds of moves as one: new ids by those before the first."""
-    moved = {old: then.get(new, new) for old, new in first.items()}
-    between = set(first.values())
-    return moved | {old: new for old, new in then.items() if old not in between}

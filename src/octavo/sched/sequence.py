@@ -93,10 +93,15 @@ class SequenceGroup:
     """Whether the whole prompt was computed by a carrier, so that its logprobs are known."""
     search: BeamSearch | None = None
     """Under beam search: its beams."""
+    ahead_until: int = 0
+    """A sequence of fewer known tokens may be planned while its next one is being sampled. 0 where
+    tokens can only be drawn by who knows those before."""
 
     def __post_init__(self) -> None:
         self.stop_ids = self.request.eos_token_ids | self.request.stop_token_ids
         self.is_family = self.request.n > 1 or self.request.beam is not None
+        if self.request.beam is None and not self.request.sampler.needs_past:
+            self.ahead_until = self.max_total_tokens - 1  # the next but one is a token of it too
 
     @property
     def num_reserved_seats(self) -> int:
@@ -127,7 +132,8 @@ class Sequence:
     num_answered: int = 0
     """The most that `num_computed_tokens` ever was before a preemption."""
     num_pending: int = 0
-    """Tokens being sampled: planned, the result not yet here."""
+    """Tokens being sampled: planned, the result not yet here. 2 at most, where plans are made
+    ahead, else 1. The KV of all of them but the last is computed on the way."""
     status: SequenceStatus = SequenceStatus.WAITING
     known_to_runner: bool = False
     """Whether a plan has named it, so that the runner must be told to forget it."""

@@ -52,6 +52,8 @@ class TokenTexts:
         self._anchor = decoder.encode("a", add_special_tokens=False)[-1:]
         self._anchor_text = decoder.decode(self._anchor, skip_special_tokens=False)
         self._texts: dict[int, str] = {}
+        self.whole: dict[int, str] = {}
+        """Of tokens that were met: those that are text by themselves, and not special."""
 
     def text(self, token_id: int) -> str:
         """The token's own text, special tokens too; bytes that are no character read U+FFFD."""
@@ -59,6 +61,8 @@ class TokenTexts:
         if text is None:
             both = self.decoder.decode([*self._anchor, token_id], skip_special_tokens=False)
             text = self._texts[token_id] = both[len(self._anchor_text) :]
+            if text and REPLACEMENT not in text and token_id not in self.decoder.special_ids:
+                self.whole[token_id] = text
         return text
 
 
@@ -82,6 +86,7 @@ class IncrementalDetokenizer:
         spaces_between_special_tokens: bool = True,
     ) -> None:
         self._texts = texts
+        self._whole = texts.whole
         self._decoder = texts.decoder
         self._special_ids = texts.decoder.special_ids
         self._skip = skip_special_tokens
@@ -95,9 +100,16 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take in the next output tokens; returns the characters that are now certain."""
-        if len(token_ids) == 1:
-            return self._push(token_ids[0])
-        return "".join([self._push(token_id) for token_id in token_ids])
+        return "".join([self.push_one(token_id) for token_id in token_ids])
+
+    def push_one(self, token_id: int) -> str:
+        """`push` of one token."""
+        if self._num_given is None:  # the window is one token that was text by itself
+            piece = self._whole.get(token_id)
+            if piece is not None:
+                self._window[0] = token_id
+                return piece
+        return self._push(token_id)
 
     def flush(self) -> str:
         """The end: what was held back, as the decoder reads it."""

@@ -48,9 +48,11 @@ class OpenModel:
     arch: ModelArch
     source: WeightSource | None
 
-    def weight_source(self, model: LoadableModel, seed: int = 0) -> WeightSource:
-        """The file's weights, or random ones in the shapes `model` wants."""
-        return self.source or DummySource(model.parameters_spec(), seed)
+    def weight_source(
+        self, model: LoadableModel, seed: int = 0, device: torch.device | None = None
+    ) -> WeightSource:
+        """The file's weights, or random ones in the shapes `model` wants, drawn on `device`."""
+        return self.source or DummySource(model.parameters_spec(), seed, device)
 
 
 def open_model(files: ModelFiles) -> OpenModel:

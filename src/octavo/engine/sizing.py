@@ -1,0 +1,134 @@
+"""The memory plan of an engine: from its configuration and model to the numbers of blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from octavo.config import EngineConfig
+from octavo.errors import CapacityError
+from octavo.kv.policies import make_policy
+from octavo.kv.policy import AllocationPolicy
+from octavo.kv.pool import BlockPool
+from octavo.kv.sizing import GPUTerms, KVShape, MemoryPlan, plan_memory
+from octavo.models.decoder import Decoder
+from octavo.util import cdiv
+
+_PROMPT_LOGPROB_ROWS = 64
+"""Fewest rows that prompt logprobs are computed at once: fewer would reread the head too often."""
+_SCALE_BYTES = 2
+"""float16."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """What the largest step takes, in bytes."""
+
+    activations: int
+    logits: int
+    """Logits and sampling."""
+
+
+def num_logit_rows(config: EngineConfig) -> int:
+    """Most rows whose logits are computed at once."""
+    limits = config.limits()
+    return max(limits.max_num_seqs, min(_PROMPT_LOGPROB_ROWS, limits.max_num_batched_tokens))
+
+
+def kv_dtype(config: EngineConfig, model: Decoder) -> torch.dtype:
+    """What the pool holds."""
+    return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else model.dtype
+
+
+def kv_shape(config: EngineConfig, model: Decoder) -> KVShape:
+    """What a token's KV takes."""
+    arch, is_fp8 = model.arch, config.kv_cache_dtype == "fp8"
+    return KVShape(
+        arch.num_layers,
+        arch.num_kv_heads,
+        arch.head_dim,
+        kv_dtype(config, model).itemsize,
+        _SCALE_BYTES if is_fp8 else 0,
+    )
+
+
+def make_plan(
+    config: EngineConfig,
+    model: Decoder,
+    available: int,
+    step: StepMemory,
+    gpu: GPUTerms | None = None,
+) -> MemoryPlan:
+    """Size pool and host tier. Raises `CapacityError`, with the arithmetic, when they do not fit.
+
+    available: bytes that the engine may take; gpu: what a GPU's plan has besides.
+    """
+    plan = plan_memory(
+        available_bytes=available,
+        weights_bytes=model.weight_bytes,
+        activation_bytes=step.activations,
+        logits_bytes=step.logits,
+        shape=kv_shape(config, model),
+        block_size=config.block_size,
+        max_model_len=config.max_model_len or model.rotary.max_position,
+        max_num_seqs=config.limits().max_num_seqs,
+        gpu=gpu,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+        num_blocks=config.num_gpu_blocks_override,
+        require_max_model_len=config.max_model_len is not None,
+        swap_space=config.swap_space if config.kv_policy == "paged" else 0,
+        need_host=_needs_host(config),
+    )
+    return _with_regions(config, plan)
+
+
+def _with_regions(config: EngineConfig, plan: MemoryPlan) -> MemoryPlan:
+    """The plan, with sequences no longer than a region of the pool can be under the policy.
+
+    Raises `CapacityError` if a length that was asked for does not fit.
+    """
+    policy = allocation_policy(config, plan.max_seq_len)
+    if policy.shares_blocks:  # all blocks may be one sequence's: the plan has seen to that
+        return plan
+    policy.attach(BlockPool(plan.num_blocks, plan.block_size))
+    longest = policy.max_tokens_of_one_sequence
+    if longest >= plan.max_seq_len:
+        return plan
+    if config.max_model_len is not None:
+        raise CapacityError(
+            f"under --kv-policy {config.kv_policy} the longest region in a pool of "
+            f"{plan.num_blocks:,} blocks ({plan.chosen_by}) holds {longest:,} tokens, and "
+            f"max_model_len is {plan.max_model_len:,}: lower --max-model-len to at most "
+            f"{longest:,}, enlarge the pool, or use --kv-policy paged"
+        )
+    return replace(plan, max_model_len=longest)
+
+
+def allocation_policy(config: EngineConfig, max_seq_tokens: int) -> AllocationPolicy:
+    """A new policy, for sequences of at most `max_seq_tokens`."""
+    return make_policy(config.kv_policy, max_seq_tokens=max_seq_tokens)
+
+
+def longest_table(config: EngineConfig, max_seq_tokens: int) -> int:
+    """Most blocks that a sequence can have, whatever the size of the pool."""
+    policy = allocation_policy(config, max_seq_tokens)
+    num_blocks = 2 * cdiv(max_seq_tokens, config.block_size)  # room for any power of two
+    policy.attach(BlockPool(num_blocks, config.block_size))
+    return policy.most_blocks(max_seq_tokens)
+
+
+def capped_by(config: EngineConfig, plan: MemoryPlan, longest: int) -> str | None:
+    """The flag of the pool that made contexts shorter than the model's `longest`, unasked."""
+    if config.max_model_len is not None or plan.max_seq_len == longest:
+        return None
+    if config.num_gpu_blocks_override is not None:
+        return "--num-gpu-blocks-override"
+    return "--kv-cache-memory-bytes"
+
+
+def _needs_host(config: EngineConfig) -> str | None:
+    """The flag that asks for a host tier."""
+    if config.kv_disk_dir is not None:
+        return "--kv-disk-dir"
+    return "--preemption-mode swap" if config.preemption_mode == "swap" else None

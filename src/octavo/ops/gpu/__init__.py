@@ -1,0 +1,1 @@
+"""GPU kernels in Triton, each beside its launcher; `octavo.ops.reference` has the formulas."""

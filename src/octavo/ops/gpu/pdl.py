@@ -1,0 +1,35 @@
+"""Programmatic dependent launch (PDL): a kernel may start while its predecessor still runs.
+
+A kernel launched that way calls `gdc_launch_dependents` to let its successor start, and `gdc_wait`
+to wait until its predecessor, which waited too, is done. Before `gdc_wait` it may read weights and
+what a step's first kernels wrote, no more, and write nothing: small kernels let their successor in
+before they wait, so two kernels ahead may still run. NVIDIA GPUs of compute capability 9 and later
+have it; kernels launched without it wait for all before them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+
+@cache
+def _supports(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(device: torch.device) -> dict[str, bool]:
+    """Keyword arguments of a launch: the constexpr PDL, and the option that goes with it."""
+    if device.type == "cuda" and _supports(device):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
+
+
+@cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a few for CPUs, where kernels are interpreted."""
+    if device.type != "cuda":
+        return 3
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count

@@ -1,0 +1,1 @@
+"""The runner on a GPU: one upload a step, recorded decodes, results that nobody waits for."""

@@ -1,0 +1,150 @@
+"""Steps recorded as CUDA graphs, for a ladder of sizes each: decodes, and decodes beside prompts.
+
+A recorded step names fixed addresses only - inputs, workspace, pool, tables - and is replayed with
+whatever they hold. A step of fewer tokens than a size has is filled up with some that write nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from octavo.runner.gpu.layout import Room
+from octavo.weights.progress import NullProgress, Progress
+
+Run = Callable[[], None]
+
+MAX_MIXED_TOKENS = 2048
+"""Larger steps are not recorded: the GPU takes longer for them than Python for their launches."""
+
+
+class Calls(NamedTuple):
+    """Of a step on fixed addresses; they queue kernels, and allocate nothing that outlives them."""
+
+    prepare: Run
+    """Compiles all kernels of the step, and lets libraries take their memory."""
+    step: Run
+
+
+class Captured(NamedTuple):
+    """What recording came to."""
+
+    num_bytes: int
+    """Memory of the GPU that the recorded steps hold."""
+    seconds: float
+    sizes: tuple[int, ...]
+    """Numbers of sequences of steps in which all decode, ascending."""
+    mixed_sizes: tuple[int, ...]
+    """Numbers of tokens of steps with chunks of prompts, ascending."""
+
+
+def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Numbers of sequences that steps of decodes are recorded for; the last is `max_num_seqs`.
+
+    A step costs as much as the size that it is filled up to, on average a twentieth more rows than
+    it has. Where that is much more (9 run as 16) rows cost next to nothing: weights are read once.
+    """
+    ladder = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32)]
+    ladder += range(512, max_num_seqs, 64)
+    return (*(size for size in ladder if size < max_num_seqs), max_num_seqs)
+
+
+def mixed_sizes(max_num_tokens: int) -> tuple[int, ...]:
+    """Numbers of tokens that steps with chunks of prompts are recorded for, ascending.
+
+    Up to about 200 tokens reading the weights is what takes time, behind that every token does.
+    """
+    most = min(max_num_tokens, MAX_MIXED_TOKENS)
+    ladder = (16, 32, 48, 64, 96, *range(128, most, 64))
+    return (*(size for size in ladder if size < most), most)
+
+
+class StepGraphs:
+    """Recorded steps by what they have room for.
+
+    calls_of: the calls of a step; device: where they run. On a CPU nothing is recorded and the
+    calls are made each time: steps are filled up all the same, as tests want.
+    """
+
+    def __init__(self, device: torch.device, calls_of: Callable[[Room], Calls]) -> None:
+        self._device, self._calls_of = device, calls_of
+        self._sizes: dict[bool, tuple[int, ...]] = {}
+        """Whether with prompts -> numbers of tokens."""
+        self._replays: dict[Room, Run] = {}
+        self._pool: Any = None
+
+    def __len__(self) -> int:
+        return len(self._replays)
+
+    def room_for(self, num_tokens: int, mixed: bool = False) -> Room | None:
+        """The smallest recorded step that holds so many tokens; None: there is none."""
+        sizes = self._sizes.get(mixed, ())
+        place = bisect_left(sizes, num_tokens)
+        return Room(sizes[place], mixed) if place < len(sizes) else None
+
+    def replay(self, room: Room) -> None:
+        """Queue a recorded step; its inputs lie in their places."""
+        self._replays[room]()
+
+    def capture(
+        self, sizes: tuple[int, ...], mixed: tuple[int, ...], progress: Progress | None = None
+    ) -> Captured:
+        """Record steps of these sizes, in place of those that were; the inputs must be harmless.
+
+        The largest comes first, so that all others find their memory in the pool that it leaves.
+        """
+        begun = time.perf_counter()
+        self.clear()
+        progress = progress or NullProgress()
+        progress.start("recording steps")
+        free = self._free_bytes()
+        rooms = [Room(size, True) for size in reversed(mixed)]
+        rooms += [Room(size, False) for size in reversed(sizes)]
+        try:
+            if self._device.type == "cuda":
+                self._record(rooms)
+            else:
+                self._replays = {room: self._calls_of(room).step for room in rooms}
+        except BaseException:
+            self.clear()
+            raise
+        finally:
+            progress.finish()
+        self._sizes = {False: sizes, True: mixed}
+        num_bytes = max(0, free - self._free_bytes())
+        return Captured(num_bytes, time.perf_counter() - begun, sizes, mixed)
+
+    def clear(self) -> None:
+        """Forget all; their memory goes back."""
+        self._sizes, self._replays, self._pool = {}, {}, None
+
+    def _record(self, rooms: list[Room]) -> None:
+        # torch.cuda.graph() collects garbage before each graph, which takes longer than recording.
+        gc.collect()
+        stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(stream):
+            for room in rooms:
+                calls = self._calls_of(room)
+                calls.prepare()
+                stream.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    calls.step()
+                finally:
+                    graph.capture_end()
+                self._pool = self._pool or graph.pool()
+                self._replays[room] = graph.replay
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+
+    def _free_bytes(self) -> int:
+        if self._device.type != "cuda":
+            return 0
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0]

@@ -1,0 +1,341 @@
+"""Plans become device tensors: one upload and one small kernel a step.
+
+The device keeps the block tables and each sequence's last token; a plan's differences travel with
+the step's other inputs. A token that is still being sampled when its step is planned never comes to
+the host: the kernel takes it from `last_tokens`.
+"""
+
+from __future__ import annotations
+
+from itertools import compress
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.attention.base import AttentionWork
+from octavo.ops.gpu import inputs as kernels
+from octavo.plan import SeqPlan
+from octavo.runner.gpu.cutting import NO_TILES, Cutter, Shape, Words
+from octavo.runner.gpu.layout import Layout, Room, Sizes
+from octavo.runner.gpu.staging import Staging
+from octavo.runner.gpu.steps import NO_STEP, NONE, DeviceStep, HostStep
+from octavo.runner.input_batch import Ints, SeqState, Sequences
+
+_MIN_CHANGES = 16
+
+
+class GpuInputs(Sequences):
+    """Sequences, tables and last tokens on host and device.
+
+    max_num_tokens: most tokens in a step; with_prompt_lens: see `HostStep`; others as in
+    `Sequences`.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        max_blocks_per_seq: int,
+        shape: Shape,
+        device: torch.device,
+        *,
+        with_prompt_lens: bool = False,
+    ) -> None:
+        super().__init__(block_size, max_num_seqs, max_blocks_per_seq)
+        assert max_num_seqs * max_blocks_per_seq < 2**31, "block tables beyond 32-bit places"
+        self.device, self.cutter = device, Cutter(shape)
+        self._with_prompt_lens = with_prompt_lens
+        self._known_on_device = np.full(max_num_seqs, -1, dtype=np.int64)
+        # [max_num_seqs] position of the token in `last_tokens`, by row; -1: none.
+        self._where: list[int] = []
+        self._what: list[int] = []
+        self._tables_stale = False
+        self._padded: dict[Room, _Places] = {}
+        self._max_changes = max_num_tokens // block_size + 2 * max_num_seqs + _MIN_CHANGES
+        most = self._most(max_num_seqs, max_num_tokens)
+        self._staging = Staging(most.num_words, device)
+
+        def words(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._words = words(most.num_words)
+        self.tables = words(max_num_seqs, max_blocks_per_seq)
+        """The block tables; what a row holds behind its sequence's blocks is never read."""
+        self.last_tokens = words(max_num_seqs)
+        """The token that was last sampled, by row."""
+        self._tokens = tuple(words(max_num_tokens, dtype=torch.int64) for _ in range(3))
+
+    def _most(self, max_num_seqs: int, max_num_tokens: int) -> Layout:
+        num_items = self.cutter.max_items(max_num_seqs)
+        num_tiles = max_num_tokens // self.cutter.tile_tokens + max_num_seqs
+        return Layout(
+            Sizes(
+                max_num_seqs, max_num_tokens, max_num_seqs, num_items, num_tiles, num_tiles,
+                max_num_seqs, self._max_changes, mixed=True,
+            )
+        )  # fmt: skip
+
+    # -- tables by difference
+
+    def _set_blocks(self, row: int, first: int, block_ids: tuple[int, ...]) -> None:
+        super()._set_blocks(row, first, block_ids)
+        place = row * self._tables.shape[1] + first
+        self._where.extend(range(place, place + len(block_ids)))
+        self._what.extend(block_ids)
+
+    def _row_taken(self, row: int) -> None:
+        self._known_on_device[row] = -1
+
+    def _rename_blocks(self, moved: list[tuple[int, int]]) -> None:
+        super()._rename_blocks(moved)
+        self._tables_stale = True
+
+    def step_failed(self) -> None:
+        """Nobody knows what of a step has reached the device's tables."""
+        self._tables_stale = True
+
+    def _upload_tables(self) -> None:
+        self.tables.copy_(torch.from_numpy(self._tables))
+        self._where, self._what = [], []
+        self._tables_stale = False
+
+    def _upload_changes(self) -> None:
+        """Changes of the tables that a step has no room for, in steps of their own."""
+        where, what = self._where, self._what
+        for i in range(0, len(where), self._max_changes):
+            self._where = where[i : i + self._max_changes]
+            self._what = what[i : i + self._max_changes]
+            self.prepare(self.upload(NO_STEP))
+
+    # -- from plan to arrays
+
+    def describe(self, seqs: list[SeqPlan]) -> HostStep:
+        """The arrays of a step that computes `seqs`."""
+        ids, start_of, count_of, _, _, samples = zip(*seqs, strict=True)
+        states = [self.seqs[seq_id] for seq_id in ids]
+        num_seqs = len(states)
+        rows = np.fromiter([state.row for state in states], np.int64, num_seqs)
+        starts = np.fromiter(start_of, np.int64, num_seqs)
+        assert int(rows.min()) >= 0, "a sequence without blocks is in the plan"
+        prompt_lens = NONE
+        if self._with_prompt_lens:
+            prompt_lens = np.fromiter((s.num_prompt_tokens for s in states), np.int64, num_seqs)
+        num_decodes = count_of.count(1)
+        if num_decodes == num_seqs:
+            counts, order = np.ones(num_seqs, dtype=np.int64), None
+            ends = np.arange(num_seqs)
+        else:
+            counts = np.fromiter(count_of, np.int64, num_seqs)
+            order = np.argsort(counts != 1, kind="stable")
+            ends = np.empty(num_seqs, dtype=np.int64)
+            ends[order] = counts[order].cumsum() - 1
+        seq_ids, of, sampled = list(ids), states, (ends, rows, starts + counts)
+        if not all(samples):
+            chosen = np.fromiter(samples, np.bool_, num_seqs)
+            seq_ids, of = list(compress(ids, samples)), list(compress(states, samples))
+            sampled = (ends[chosen], rows[chosen], sampled[2][chosen])
+        if order is not None:
+            rows, starts, counts = rows[order], starts[order], counts[order]
+            states = [states[i] for i in order.tolist()]
+            prompt_lens = prompt_lens[order] if self._with_prompt_lens else prompt_lens
+        token_ids = self._token_ids(states, rows, starts, counts, num_decodes)
+        return HostStep(
+            rows, starts, counts, token_ids, num_decodes, *sampled, seq_ids, of, prompt_lens
+        )
+
+    def _token_ids(
+        self, states: list[SeqState], rows: Ints, starts: Ints, counts: Ints, num_decodes: int
+    ) -> Ints:
+        on_device = self._known_on_device[rows[:num_decodes]] == starts[:num_decodes]
+        token_ids = np.full(num_decodes, -1, dtype=np.int64)
+        for i in (~on_device).nonzero()[0].tolist():
+            token_ids[i] = states[i].token(int(starts[i]))
+        if num_decodes == len(states):
+            return token_ids
+        chunks = [
+            state.tokens(start, start + count)
+            for state, start, count in zip(
+                states[num_decodes:], starts[num_decodes:].tolist(), counts[num_decodes:].tolist(),
+                strict=True,
+            )
+        ]  # fmt: skip
+        return np.concatenate([token_ids, *chunks])
+
+    def sampled_on_device(self, rows: Ints, positions: Ints) -> None:
+        """`last_tokens` of these rows will hold the tokens at these positions."""
+        self._known_on_device[rows] = positions
+
+    def clear_tables(self) -> None:
+        """All blocks are block 0, for steps of no sequence's. Only while there are none."""
+        assert not self.seqs, "scratch steps write into blocks"
+        self._tables[:], self._tables_stale = 0, True
+
+    @property
+    def max_seq_tokens(self) -> int:
+        """Tokens that fit into the longest table."""
+        return self._tables.shape[1] * self.block_size
+
+    # -- from arrays to the device
+
+    def fits(self, step: HostStep, room: Room) -> bool:
+        """Whether the chunks of a step, whose tokens fit, are not cut into too many tiles."""
+        num_tiles = self._padded_places(room).layout.sizes.num_tiles
+        return self.cutter.num_tiles(step) <= num_tiles
+
+    def upload(self, step: HostStep, room: Room | None = None) -> DeviceStep:
+        """Queue the copy of a step.
+
+        room: of the recorded step that will compute it, which `fits`. Without chunks of prompts
+        padding has a row each; with them the rows behind the step's tokens are nobody's.
+        """
+        if self._tables_stale:
+            self._upload_tables()
+        most = self._max_changes
+        if room is not None:
+            most = self._padded_places(room).layout.sizes.num_changes
+        if len(self._where) > most:
+            self._upload_changes()
+        seq_lens, positions = step.starts + step.counts, step.positions()
+        places, items, tiles, fresh = self._cut(step, seq_lens, room)
+        num_seqs, decode_lens = places.layout.sizes.num_seqs, seq_lens[: step.num_decodes]
+        turn, words = self._staging.next()
+        put = _Writer(words, places.layout)
+        put("rows", step.rows, 0)
+        put("seq_lens", seq_lens, 0)
+        put("query_start", _starts(step.counts, num_seqs, room is not None and not room.mixed), 0)
+        put("decode_lens", decode_lens if places.layout.sizes.mixed else NONE, 0)
+        put("items", items[0].reshape(-1), -1)
+        put("item_start", items[1], len(items[0]))
+        put("tiles", tiles.reshape(-1), -1)
+        put("fresh", fresh.reshape(-1), -1)
+        put("last_rows", step.last_rows, 0)
+        put("sample_rows", step.sample_rows, -1)
+        put("token_ids", step.token_ids, 0)
+        put("positions", positions, 0)
+        put("slots", self._slots(np.repeat(step.rows, step.counts), positions), -1)
+        put("where", self._where, -1)
+        put("what", self._what, 0)
+        self._where, self._what = [], []
+        places.words.copy_(places.staged[turn], non_blocking=True)
+        self._staging.sent()
+        return places.step
+
+    def _cut(
+        self, step: HostStep, seq_lens: Ints, room: Room | None
+    ) -> tuple[_Places, tuple[Words, Words], Words, Words]:
+        """(Where the step lies, items and their starts, tiles, fresh tiles)."""
+        num_decodes = step.num_decodes
+        budget = num_decodes if room is None or room.mixed else room.num_tokens
+        items = self.cutter.items(seq_lens[:num_decodes], budget)
+        if room is not None:
+            tiles = self.cutter.paged_tiles(step, seq_lens) if room.mixed else NO_TILES
+            return self._padded_places(room), items, tiles, NO_TILES
+        tiles, fresh = self.cutter.tiles(step, seq_lens)
+        sizes = Sizes(
+            len(step.rows), len(step.token_ids), num_decodes, self.cutter.max_items(num_decodes),
+            len(tiles), len(fresh), len(step.last_rows), len(self._where),
+        )  # fmt: skip
+        return self._places(Layout(sizes)), items, tiles, fresh
+
+    def prepare(self, step: DeviceStep) -> None:
+        """Queue the kernel that makes the uploaded words what the model reads."""
+        kernels.prepare(
+            *step.token_words, step.table_rows, self.last_tokens,
+            (step.token_ids, step.positions, step.slot_mapping), *step.changes, self.tables,
+        )  # fmt: skip
+
+    def _padded_places(self, room: Room) -> _Places:
+        """Of a recorded step; it names them."""
+        places = self._padded.get(room)
+        if places is None:
+            places = self._padded[room] = self._places(Layout(self._sizes(room)))
+        return places
+
+    def _sizes(self, room: Room) -> Sizes:
+        """What a recorded step has of everything."""
+        num_tokens, cutter = room.num_tokens, self.cutter
+        if not room.mixed:  # most decodes need no new block
+            num_items, num_changes = cutter.max_items(num_tokens), max(_MIN_CHANGES, num_tokens)
+            return Sizes(
+                num_tokens, num_tokens, num_tokens, num_items, 0, 0, num_tokens, num_changes
+            )
+        num_seqs = min(len(self._tables), num_tokens)
+        return Sizes(
+            num_seqs, num_tokens, num_seqs, cutter.max_items(num_seqs),
+            cutter.max_tiles(num_tokens, num_seqs), 0, num_seqs,
+            num_tokens // self.block_size + num_seqs + _MIN_CHANGES, mixed=True,
+        )  # fmt: skip
+
+    def _places(self, layout: Layout) -> _Places:
+        part = {name: self._words[span] for name, span in layout.spans.items()}
+        num_tokens = layout.sizes.num_tokens
+        token_ids, positions, slots = (tokens[:num_tokens] for tokens in self._tokens)
+        step = DeviceStep(
+            token_ids,
+            positions,
+            slots,
+            part["rows"],
+            part["seq_lens"],
+            part["query_start"],
+            part["last_rows"],
+            part["sample_rows"],
+            AttentionWork(
+                layout.sizes.num_decodes,
+                part["items"].view(-1, 3),
+                part["item_start"],
+                part["tiles"].view(-1, 2),
+                part["fresh"].view(-1, 2) if layout.sizes.num_fresh else None,
+                part["decode_lens"] if layout.sizes.mixed else None,
+            ),
+            (part["where"], part["what"]),
+            (part["token_ids"], part["positions"], part["slots"]),
+        )
+        used = layout.num_words
+        return _Places(layout, step, self._words[:used], self._staging.views(used))
+
+    def _slots(self, rows: Ints, positions: Ints) -> Ints:
+        blocks, offsets = np.divmod(positions, self.block_size)
+        slots: Ints = self._tables[rows, blocks].astype(np.int64) * self.block_size + offsets
+        return slots
+
+
+class _Places(NamedTuple):
+    """Where a step lies."""
+
+    layout: Layout
+    step: DeviceStep
+    words: Tensor
+    """All of it, on the device."""
+    staged: list[Tensor]
+    """The same in each of the host's buffers."""
+
+
+class _Writer:
+    """Fills the sections of a buffer; what is left of a section is padding."""
+
+    __slots__ = ("spans", "words")
+
+    def __init__(self, words: NDArray[np.int32], layout: Layout) -> None:
+        self.words, self.spans = words, layout.spans
+
+    def __call__(self, name: str, values: NDArray[Any] | list[int], padding: int) -> None:
+        span, num = self.spans[name], len(values)
+        start, stop = span.start, span.stop
+        if num:
+            self.words[start : start + num] = values
+        if start + num < stop:
+            self.words[start + num : stop] = padding
+
+
+def _starts(counts: Ints, num_seqs: int, one_each: bool) -> Ints:
+    """[num_seqs + 1] first token of each sequence, and the end; one_each: of padding, too."""
+    if one_each:
+        return np.arange(num_seqs + 1)
+    starts, num = np.zeros(num_seqs + 1, dtype=np.int64), len(counts)
+    counts.cumsum(out=starts[1 : num + 1])
+    starts[num + 1 :] = starts[num]
+    return starts

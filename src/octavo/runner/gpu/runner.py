@@ -1,0 +1,348 @@
+"""The runner on a GPU: a step is queued, and its tokens are picked up when they have arrived.
+
+Nothing in here waits for the device but what has to know numbers on the host: beams, further
+samples of a prompt, prompt logprobs. It runs on tensors of a CPU as well, under Triton's
+interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.attention.base import ForwardContext
+from octavo.layers.workspace import Workspace
+from octavo.models.decoder import Decoder
+from octavo.ops.gpu.inputs import take_tokens
+from octavo.ops.gpu.sampling import argmax_into
+from octavo.plan import SeqPlan, StepPlan, StepResult
+from octavo.request import SamplerParams
+from octavo.runner.base import RunnerBase, check_finite
+from octavo.runner.gpu.cutting import Shape
+from octavo.runner.gpu.failure import device_errors
+from octavo.runner.gpu.graphs import Captured, DecodeGraphs, Run, graph_sizes
+from octavo.runner.gpu.inputs import GpuInputs
+from octavo.runner.gpu.pending import Answer, Answers, PendingStep
+from octavo.runner.gpu.steps import NO_STEP, DeviceStep, HostStep, scratch_step
+from octavo.runner.kv_store import KVStore
+from octavo.sampling.batch import SeqSampling
+from octavo.sampling.device import DeviceSampler
+from octavo.sampling.sampler import Sampled
+from octavo.weights.progress import Progress
+
+_FIRST_STEPS = ((0, [24]), (0, [64]), (0, [500]), (1, [100]), (4, [24, 24]))
+"""Decodes, and lengths of prompts."""
+_ALL_AT_ONCE = SamplerParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, num_logprobs=1)
+"""Takes every way that needs memory."""
+
+
+class _Group(NamedTuple):
+    """Sequences that sample in one step."""
+
+    seq_ids: list[int]
+    seqs: list[SeqSampling]
+    all_plain: bool
+    """Greedy and nothing else."""
+    learners: list[tuple[int, SeqSampling]]
+    """(Place, sequence) of those for which it matters what was drawn."""
+
+
+class GpuRunner(RunnerBase):
+    """Model, KV pool, buffers and per-sequence state on a GPU.
+
+    Sizes as in `Runner`. graphs: whether `capture` records decode steps, as far as the model's
+    parts allow it; num_sms: multiprocessors, of the device by default.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        kv_store: KVStore,
+        workspace: Workspace,
+        *,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        max_blocks_per_seq: int,
+        graphs: bool = True,
+        num_sms: int | None = None,
+    ) -> None:
+        device, attention = model.device, model.layers[0].attention
+        self.inputs = GpuInputs(
+            kv_store.data.shape[4],
+            max_num_seqs,
+            max_num_tokens,
+            max_blocks_per_seq,
+            _shape(model, num_sms),
+            device,
+            with_prompt_lens=model.rotary.is_dynamic,
+        )
+        super().__init__(model, kv_store, workspace, self.inputs)
+        self.device = device
+        self.max_num_seqs, self.max_num_tokens = max_num_seqs, max_num_tokens
+        self._longest = min(self.inputs.max_seq_tokens, model.rotary.max_position)
+        # Dynamic rope makes its rows anew each step, somewhere else.
+        self._can_record = graphs and attention.capturable and not model.rotary.is_dynamic
+        self.graphs = DecodeGraphs(device, self._decode_of)
+        max_rows = len(workspace.logits)
+        self.sampler = DeviceSampler(model.arch.vocab_size, max_rows, device)
+        self._group = _Group([], [], True, [])
+        self._answers = Answers(max_num_seqs, device)
+        self._tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._finite = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self._answer = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+
+    # -- steps
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Carry out one plan and wait for its result."""
+        return self.launch(plan)()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Queue a plan: copies, the forward pass, sampling. See `RunnerBase.launch`.
+
+        `compute_s` of the result is the device's own time from the end of the copies to the last
+        token, without what it waited for before.
+        """
+        answer = self._answers.next()
+        try:
+            with device_errors(self.device):
+                return self._launch(plan, answer)
+        except BaseException:
+            self.inputs.step_failed()
+            self._answers.take_back()
+            raise
+
+    def _launch(self, plan: StepPlan, answer: Answer) -> PendingStep:
+        traffic = self._apply(plan)
+        pending = PendingStep(plan.step_id, traffic, answer)
+        if plan.seqs:
+            answer.begin()
+            pending.computes = True
+            step = self.inputs.describe(plan.seqs)
+            logits, rows = self._compute(plan, step, pending)
+            if step.seq_ids:
+                self._choose(plan, step, logits, rows, pending)
+        answer.fetch(None if pending.draw else self._answer[: len(pending.seq_ids)])
+        return pending
+
+    def _compute(
+        self, plan: StepPlan, step: HostStep, pending: PendingStep
+    ) -> tuple[Tensor, Tensor]:
+        """([num sampled, vocab_size] logits, their sequences' rows of the tables), with each one's
+        best token in its place."""
+        num_rows = len(step.seq_ids)
+        size = self.graphs.size_for(num_rows) if step.only_decodes else None
+        if size is not None:
+            placed = self.inputs.upload(step, padded_to=size)
+            self.graphs.replay(size)
+            return self.workspace.logits[:num_rows], placed.sample_rows[:num_rows]
+        placed = self.inputs.upload(step)
+        hidden = self._hidden(step, placed)
+        if self._num_prompt_logprobs:
+            pending.prompt_logprobs = self._prompt_logprobs(_in_batch_order(plan.seqs), hidden)
+        if num_rows:
+            last = hidden if step.only_decodes else hidden.index_select(0, placed.last_rows)
+            self._best(self.model.logits(last, self.workspace), placed.sample_rows)
+        return self.workspace.logits[:num_rows], placed.sample_rows
+
+    def _hidden(self, step: HostStep | None, placed: DeviceStep) -> Tensor:
+        self.inputs.prepare(placed)
+        return self.model.forward(placed.token_ids, self._context(step, placed))
+
+    def _best(self, logits: Tensor, rows: Tensor) -> None:
+        num_rows = len(logits)
+        tokens, finite = self._tokens[:num_rows], self._finite[:num_rows]
+        argmax_into(logits, tokens, finite, self.sampler.argmax_scratch)
+        self._take(tokens, finite, rows)
+
+    def _take(self, tokens: Tensor, finite: Tensor, rows: Tensor) -> None:
+        take_tokens(tokens, finite, rows, self.inputs.last_tokens, self._answer[: len(rows)])
+
+    def _context(self, step: HostStep | None, placed: DeviceStep) -> ForwardContext:
+        rotary, rope_rows = self.model.rotary, placed.positions
+        cos_sin = rotary.table
+        if rotary.is_dynamic and step is not None:
+            positions, prompt_lens = step.rope_inputs()
+            cos_sin, rope_rows = rotary.rows(positions, prompt_lens)
+            rope_rows = rope_rows.to(self.device)
+        return ForwardContext(
+            kv_cache=self.kv_store.data,
+            block_tables=self.inputs.tables,
+            seq_lens=placed.seq_lens,
+            query_start_loc=placed.query_start_loc,
+            slot_mapping=placed.slot_mapping,
+            rope_rows=rope_rows,
+            cos_sin=cos_sin,
+            workspace=self.workspace,
+            kv_scales=self.kv_store.scales,
+            table_rows=placed.table_rows,
+            work=placed.work,
+        )
+
+    # -- sampling
+
+    def _choose(
+        self, plan: StepPlan, step: HostStep, logits: Tensor, rows: Tensor, pending: PendingStep
+    ) -> None:
+        """Settle what each row draws. `_best` has been there: greedy rows have their token."""
+        seq_ids, states = step.seq_ids, step.states
+        new = (step.sample_rows, step.sample_positions)
+        if plan.beams or plan.extra_draws:
+            check_finite(logits, seq_ids)
+            pending.candidates, seq_ids, logits = self._draw_beams(plan, seq_ids, logits)
+            if len(seq_ids) < len(step.seq_ids):
+                kept = set(seq_ids)
+                places = [i for i, seq_id in enumerate(step.seq_ids) if seq_id in kept]
+                new, states = (new[0][places], new[1][places]), [states[i] for i in places]
+                index = torch.tensor(places, dtype=torch.int64, device=self.device)
+                rows = rows.index_select(0, index)
+                tokens, finite = (x.index_select(0, index) for x in (self._tokens, self._finite))
+                self._take(tokens, finite, rows)
+            if plan.extra_draws:
+                pending.further = self._draw_further(plan.extra_draws, seq_ids, logits)
+        pending.seq_ids, pending.states = seq_ids, states
+        if not seq_ids:
+            return
+        group = self._group_of(seq_ids)
+        pending.learners = group.learners
+        if not group.all_plain:
+            pending.draw = draw = self.sampler.launch(logits, seq_ids, self.sampling)
+            self._take(draw.token_ids, draw.finite, rows)
+        for seq in group.seqs:
+            seq.advance()
+        self.inputs.sampled_on_device(*new)
+
+    def _drawn_now(self, logits: Tensor, seq_ids: list[int]) -> Sampled:
+        # A seed's tokens shall not depend on whether a sample shares its prompt's step.
+        draw = self.sampler.launch(logits, seq_ids, self.sampling)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return draw.collect()
+
+    def _group_of(self, seq_ids: list[int]) -> _Group:
+        """Kept while the same sequences run on."""
+        if self._group.seq_ids != seq_ids:
+            seqs = self.sampling.sequences(seq_ids)
+            learners = [
+                (i, s) for i, s in enumerate(seqs) if s.counts is not None or s.tail is not None
+            ]
+            self._group = _Group(seq_ids, seqs, all(seq.plain for seq in seqs), learners)
+        return self._group
+
+    # -- recorded steps
+
+    def capture(self, progress: Progress | None = None) -> Captured:
+        """Record decode steps of all sizes, unless that is off; before or between requests.
+
+        Recorded steps name the addresses of inputs, workspace and pool, and outlive a change of the
+        pool's size as long as its address stays.
+        """
+        sizes = graph_sizes(self.max_num_seqs) if self._can_record else ()
+        with torch.inference_mode(), device_errors(self.device):
+            return self.graphs.capture(sizes, progress)
+
+    def _decode_of(self, size: int) -> Run:
+        """The calls of a step in which `size` sequences decode, on fixed addresses."""
+        placed = self.inputs.upload(NO_STEP, padded_to=size)
+
+        def run() -> None:
+            hidden = self._hidden(None, placed)
+            self._best(self.model.logits(hidden, self.workspace), placed.sample_rows)
+
+        return run
+
+    def resize_pool(self, num_blocks: int) -> None:
+        """See `RunnerBase.resize_pool`; decode steps are recorded anew if the pool had to move."""
+        if self.kv_store.resize(num_blocks) and len(self.graphs):
+            self.capture()
+
+    # -- measuring and compiling
+
+    def profile_run(self) -> None:
+        """A step of the most tokens and sequences, and the most that sampling takes: its memory is
+        the peak. Only while there are no sequences; leaves nothing behind but compiled kernels."""
+        num_seqs = min(self.max_num_seqs, self.max_num_tokens)
+        chunks = _chunks(self.max_num_tokens - num_seqs, num_seqs, self._longest)
+        self._scratch_step(num_seqs - len(chunks), chunks, sample=True)
+
+    def warm_up(self) -> None:
+        """Run steps like those that a user meets first, so that their kernels are compiled; as
+        `profile_run`."""
+        for num_decodes, chunks in _FIRST_STEPS:
+            num_tokens = num_decodes + sum(chunks)
+            fits = num_tokens <= self.max_num_tokens and max(chunks) <= self._longest
+            if fits and num_decodes + len(chunks) <= self.max_num_seqs:
+                self._scratch_step(num_decodes, chunks)
+        if not len(self.graphs):
+            for num_decodes in (1, 2, 16):
+                if num_decodes <= self.max_num_seqs:
+                    self._scratch_step(num_decodes, [])
+
+    @torch.inference_mode()
+    def _scratch_step(self, num_decodes: int, chunks: list[int], sample: bool = False) -> None:
+        self.inputs.clear_tables()
+        step = scratch_step(num_decodes, chunks)
+        with device_errors(self.device):
+            placed = self.inputs.upload(step)
+            hidden = self._hidden(step, placed)
+            last = hidden.index_select(0, placed.last_rows)
+            logits = self.model.logits(last, self.workspace)
+            self._best(logits, placed.sample_rows)
+            if sample:
+                for seq_id in step.seq_ids:
+                    self.sampling.add(seq_id, _ALL_AT_ONCE, [0])
+                self.sampler.launch(logits.nan_to_num_(), step.seq_ids, self.sampling)
+                for seq_id in step.seq_ids:
+                    self.sampling.forget(seq_id)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        self.inputs.clear_tables()
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> Tensor:
+        """All of a plan but the sampling: hidden states [num_tokens, hidden_size], in the plan's
+        order; for tests."""
+        self._apply(plan)
+        step = self.inputs.describe(plan.seqs)
+        hidden = self._hidden(step, self.inputs.upload(step))
+        of: dict[int, Tensor] = {}
+        first = 0
+        for seq in _in_batch_order(plan.seqs):
+            of[seq.seq_id] = hidden[first : first + seq.num_tokens]
+            first += seq.num_tokens
+        return torch.cat([of[seq.seq_id] for seq in plan.seqs])
+
+
+def _shape(model: Decoder, num_sms: int | None) -> Shape:
+    arch, attention = model.arch, model.layers[0].attention
+    windows = [layer.window for layer in model.layers]
+    if num_sms is None:
+        num_sms = 1
+        if model.device.type == "cuda":
+            num_sms = torch.cuda.get_device_properties(model.device).multi_processor_count
+    return Shape(
+        arch.num_heads,
+        arch.num_kv_heads,
+        arch.head_dim,
+        num_sms,
+        max(windows) if all(windows) else 0,
+        getattr(attention, "fresh_tokens", 0),
+    )
+
+
+def _in_batch_order(seqs: list[SeqPlan]) -> list[SeqPlan]:
+    return sorted(seqs, key=lambda seq: seq.num_tokens != 1)
+
+
+def _chunks(num_tokens: int, most: int, longest: int) -> list[int]:
+    """Lengths of the fewest prompts, at most `most`, that have `num_tokens` together, and one each
+    besides; fewer tokens where prompts cannot be so long."""
+    chunks: list[int] = []
+    while num_tokens > 0 and longest > 1 and len(chunks) < most:
+        chunks.append(min(num_tokens, longest - 1) + 1)
+        num_tokens -= chunks[-1] - 1
+    return chunks

@@ -1,0 +1,98 @@
+"""One step, as arrays on the host and as tensors on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.attention.base import AttentionWork
+from octavo.runner.input_batch import Ints, SeqState
+
+
+@dataclass(frozen=True, slots=True)
+class HostStep:
+    """A step as arrays. The `num_decodes` sequences that compute one token come first."""
+
+    rows: Ints
+    """[num_seqs] table rows."""
+    starts: Ints
+    """[num_seqs] positions of the first tokens."""
+    counts: Ints
+    """[num_seqs] numbers of tokens."""
+    token_ids: Ints
+    """[num_tokens]; -1: the device knows it."""
+    num_decodes: int
+    last_rows: Ints
+    """[num_samples] token whose logits are needed, in the plan's order."""
+    sample_rows: Ints
+    """[num_samples] table rows of the same sequences."""
+    sample_positions: Ints
+    """[num_samples] positions of the tokens that they sample."""
+    seq_ids: list[int]
+    """[num_samples] the same sequences."""
+    states: list[SeqState]
+    """[num_samples] what is remembered of them."""
+    prompt_lens: Ints
+    """[num_seqs]; only where rope depends on them."""
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether every sequence computes one token and samples the next."""
+        return self.num_decodes == len(self.rows) == len(self.last_rows)
+
+    def positions(self) -> Ints:
+        """[num_tokens]"""
+        if self.num_decodes == len(self.rows):
+            return self.starts
+        # Position of a token = its index in the batch, shifted by where its sequence starts.
+        shift = np.repeat(self.starts - self.counts.cumsum() + self.counts, self.counts)
+        positions: Ints = np.arange(len(self.token_ids)) + shift
+        return positions
+
+    def rope_inputs(self) -> tuple[Tensor, Tensor]:
+        """[num_tokens] int64 each: positions, and the prompt lengths of the tokens' sequences."""
+        prompt_lens = np.repeat(self.prompt_lens, self.counts)
+        return torch.from_numpy(self.positions()), torch.from_numpy(prompt_lens)
+
+
+NONE: Ints = np.zeros(0, dtype=np.int64)
+NO_STEP = HostStep(NONE, NONE, NONE, NONE, 0, NONE, NONE, NONE, [], [], NONE)
+"""A step of nothing: in a recorded step all is padding."""
+
+
+def scratch_step(num_decodes: int, chunks: list[int]) -> HostStep:
+    """A step of no sequence's, all of whose rows are row 0 of the tables, and none of whose tokens
+    is kept. num_decodes: decodes in it; chunks: lengths of the prompts."""
+    counts = np.array([1] * num_decodes + chunks, dtype=np.int64)
+    num_seqs = len(counts)
+    zeros, no_rows = np.zeros(num_seqs, dtype=np.int64), np.full(num_seqs, -1, dtype=np.int64)
+    token_ids = np.zeros(int(counts.sum()), dtype=np.int64)
+    ids = list(range(-num_seqs, 0))
+    ends = counts.cumsum() - 1
+    return HostStep(
+        zeros, zeros, counts, token_ids, num_decodes, ends, no_rows, counts, ids, [], counts
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """The same on the device, in fixed places; shapes as in `ForwardContext`."""
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    table_rows: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    last_rows: Tensor
+    """[num_samples] int32"""
+    sample_rows: Tensor
+    """[num_samples] int32: table rows, -1 for padding."""
+    work: AttentionWork
+    changes: tuple[Tensor, Tensor]
+    """int32 [num_changes]: flat places in the tables, and what goes there."""
+    token_words: tuple[Tensor, Tensor, Tensor]
+    """int32 [num_tokens]: ids, positions and slots as they were uploaded."""

@@ -1,0 +1,108 @@
+"""A tiny model behind both runners: on a GPU where there is one, else on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.arch import ModelArch, RopeConfig
+from octavo.attention.base import AttentionBackend
+from octavo.attention.gather import GatherAttention
+from octavo.layers.workspace import Workspace
+from octavo.models.decoder import Decoder
+from octavo.runner.gpu.runner import GpuRunner
+from octavo.runner.kv_store import KVStore
+from octavo.runner.runner import Runner
+
+CPU = torch.device("cpu")
+ARCH = ModelArch(
+    architecture="LlamaForCausalLM",
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_position_embeddings=64,
+    rope=RopeConfig(rotary_dim=16),
+    tie_word_embeddings=True,
+)
+
+
+class Capturable(GatherAttention):
+    """Lets steps be filled up to recorded sizes, which on a CPU are not recorded."""
+
+    capturable = True
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_threads(one_torch_thread: None) -> Iterator[None]:
+    yield
+
+
+def _attention(device: torch.device) -> AttentionBackend:
+    if device.type == "cpu":
+        return Capturable()
+    from octavo.attention.triton import TritonAttention
+
+    return TritonAttention()
+
+
+def _parts(
+    device: torch.device, attention: AttentionBackend, rope: RopeConfig, **store_options: Any
+) -> tuple[Decoder, KVStore, Workspace]:
+    arch = replace(ARCH, rope=rope)
+    model = Decoder(arch, attention, torch.float32, 64, device)
+    generator = torch.Generator().manual_seed(0)
+    for name, shape in model.parameters_spec().items():
+        model.load(name, torch.randn(shape, generator=generator) * 0.2)
+    shape = (arch.num_layers, arch.num_kv_heads, 4, arch.head_dim)
+    store = KVStore(32, *shape, torch.float32, device, **store_options)
+    store.data[:32].fill_(float("nan"))  # what no step wrote is never read
+    work = Workspace(arch, 32, 8, torch.float32, device, num_decode_items=1024)
+    return model, store, work
+
+
+@pytest.fixture
+def make_gpu_runner(device: torch.device) -> Callable[..., GpuRunner]:
+    """(graphs=False, rope=, max_num_seqs=8, attention=, **options of KVStore) -> a runner with 32
+    blocks of 4 tokens, and 32 tokens a step."""
+
+    def make(
+        graphs: bool = False,
+        rope: RopeConfig = ARCH.rope,
+        max_num_seqs: int = 8,
+        attention: AttentionBackend | None = None,
+        **options: Any,
+    ) -> GpuRunner:
+        model, store, work = _parts(device, attention or _attention(device), rope, **options)
+        runner = GpuRunner(
+            model, store, work, max_num_seqs=max_num_seqs, max_num_tokens=32,
+            max_blocks_per_seq=16, graphs=graphs,
+        )  # fmt: skip
+        if graphs:
+            runner.capture()
+        return runner
+
+    return make
+
+
+@pytest.fixture
+def make_cpu_runner() -> Callable[..., Runner]:
+    """The CPU's runner with the same weights, as an oracle."""
+
+    def make(rope: RopeConfig = ARCH.rope, **options: Any) -> Runner:
+        model, store, work = _parts(CPU, GatherAttention(), rope, **options)
+        return Runner(model, store, work, max_num_seqs=8, max_num_tokens=32, max_blocks_per_seq=16)
+
+    return make

@@ -1,0 +1,190 @@
+"""The pieces of the GPU's runner: its two kernels, places of inputs, ladders, buffers in turn."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.attention import work
+from octavo.ops.gpu.inputs import prepare, take_tokens
+from octavo.plan import NewSeq, SeqPlan, StepPlan
+from octavo.request import SamplerParams
+from octavo.runner.gpu.cutting import Cutter, Shape
+from octavo.runner.gpu.graphs import graph_sizes
+from octavo.runner.gpu.inputs import GpuInputs
+from octavo.runner.gpu.layout import Layout, Sizes
+from octavo.runner.gpu.runner import _chunks
+from octavo.runner.gpu.staging import NUM_BUFFERS, Staging
+from octavo.runner.gpu.steps import scratch_step
+
+
+def int32(values: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 700])
+def test_prepare(device: torch.device, num_tokens: int) -> None:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 1000, num_tokens)
+    rows = rng.permutation(max(num_tokens, 1))
+    from_device = rng.random(num_tokens) < 0.5
+    last_tokens = rng.integers(1000, 2000, max(num_tokens, 1))
+    positions, slots = rng.integers(0, 99, num_tokens), rng.integers(-1, 99, num_tokens)
+    out = tuple(
+        torch.full((num_tokens + 3,), -7, dtype=torch.int64, device=device) for _ in range(3)
+    )
+    tables = torch.zeros((40, 20), dtype=torch.int32, device=device)
+    where = rng.permutation(800)[:300]
+    where[::5] = -1
+    prepare(
+        int32(np.where(from_device, -1, ids).tolist(), device),
+        int32(positions.tolist(), device),
+        int32(slots.tolist(), device),
+        int32(rows.tolist(), device),
+        int32(last_tokens.tolist(), device),
+        (out[0][:num_tokens], out[1][:num_tokens], out[2][:num_tokens]),
+        int32(where.tolist(), device),
+        int32(list(range(1, 301)), device),
+        tables,
+    )
+    expected = np.where(from_device, last_tokens[rows[:num_tokens]], ids)
+    assert out[0].tolist() == [*expected.tolist(), -7, -7, -7]
+    assert out[1].tolist() == [*positions.tolist(), -7, -7, -7]
+    assert out[2].tolist() == [*slots.tolist(), -7, -7, -7]
+    cells = np.zeros(800, dtype=np.int64)
+    cells[where[where >= 0]] = np.arange(1, 301)[where >= 0]
+    assert tables.view(-1).tolist() == cells.tolist()
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 300])
+def test_take_tokens(device: torch.device, num_rows: int) -> None:
+    rng = np.random.default_rng(1)
+    tokens, finite = rng.integers(0, 200_000, num_rows), rng.integers(0, 2, num_rows)
+    rows = rng.permutation(num_rows + 5)[:num_rows]
+    rows[::4] = -1
+    last_tokens = torch.full((num_rows + 5,), -9, dtype=torch.int32, device=device)
+    answer = torch.full((num_rows + 2,), -9, dtype=torch.int32, device=device)
+    take_tokens(
+        torch.tensor(tokens, dtype=torch.int64, device=device),
+        int32(finite.tolist(), device),
+        int32(rows.tolist(), device),
+        last_tokens,
+        answer[:num_rows],
+    )
+    assert answer.tolist() == [*np.where(finite == 1, tokens, -1).tolist(), -9, -9]
+    expected = np.full(num_rows + 5, -9)
+    expected[rows[rows >= 0]] = (tokens * finite)[rows >= 0]
+    assert last_tokens.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 64, 100, 256, 1000, 1024, 4000])
+def test_ladder_of_recorded_sizes(most: int) -> None:
+    sizes = graph_sizes(most)
+    assert sizes == tuple(sorted(set(sizes))) and sizes[-1] == most
+    for low, high in pairwise(sizes):
+        assert high - low <= max(8, low // 4)  # filled up by little
+    assert len(graph_sizes(1024)) < 50
+
+
+def test_the_largest_step_has_few_long_prompts() -> None:
+    assert _chunks(8192 - 1024, 1024, 8192) == [7169]
+    assert _chunks(100, 10, 41) == [41, 41, 21]
+    assert _chunks(100, 2, 11) == [11, 11] and _chunks(0, 5, 9) == _chunks(9, 5, 1) == []
+
+
+def test_sections_do_not_overlap_and_are_aligned() -> None:
+    sizes = Sizes(5, 9, 3, 6, 2, 1, 4, 7)
+    layout = Layout(sizes)
+    taken = np.zeros(layout.num_words, dtype=int)
+    for span in layout.spans.values():
+        assert span.start % 4 == 0
+        taken[span] += 1
+    assert taken.max() == 1 and layout.num_words <= taken.sum() + 4 * len(layout.spans)
+
+
+def test_buffers_come_in_turn(device: torch.device) -> None:
+    staging = Staging(8, device)
+    views = staging.views(3)
+    turns = []
+    for step in range(2 * NUM_BUFFERS):
+        turn, words = staging.next()
+        words[:3] = step
+        assert views[turn].tolist() == [step] * 3
+        views[turn].to(device, non_blocking=True)
+        staging.sent()
+        turns.append(turn)
+    assert turns[:NUM_BUFFERS] == turns[NUM_BUFFERS:] and len(set(turns)) == NUM_BUFFERS
+
+
+def test_fresh_chunks_are_in_tiles_of_their_own() -> None:
+    shape = Shape(num_heads=4, num_kv_heads=2, head_dim=64, fresh_tokens=100)
+    step = scratch_step(2, [99, 100, 300])
+    seq_lens = step.starts + step.counts
+    seq_lens[4] += 16  # part of it lies in the pool already
+    step.starts[4] = 16
+    paged, fresh = Cutter(shape).tiles(step, seq_lens)
+    assert set(paged[:, 0]) == {2, 4} and set(fresh[:, 0]) == {3}
+    tile = work.prefill_tile_tokens(2, 64)
+    assert sorted(fresh[:, 1]) == list(range(0, 100, tile))
+    assert len(paged) == -(-99 // tile) + -(-300 // tile)
+
+
+def test_a_step_lies_where_its_views_say(device: torch.device) -> None:
+    """Decodes come first, each with the row of its table; samples keep the plan's order."""
+    shape = Shape(num_heads=4, num_kv_heads=2, head_dim=16, num_sms=4)
+    inputs = GpuInputs(4, 4, 32, 8, shape, device)
+    new = [
+        NewSeq(7, [10, 11, 12, 13, 14], SamplerParams()),
+        NewSeq(9, [20], SamplerParams()),
+        NewSeq(8, [30, 31, 32], SamplerParams()),
+    ]
+    seqs = [
+        SeqPlan(7, 0, 5, (3, 8), None, True),
+        SeqPlan(9, 0, 1, (2,), None, True),
+        SeqPlan(8, 0, 2, (5,), None, False),
+    ]
+    plan = StepPlan(0, new_seqs=new, seqs=seqs)
+    inputs.apply(plan)
+    step = inputs.describe(plan.seqs)
+    assert step.seq_ids == [7, 9] and step.sample_positions.tolist() == [5, 1]
+    placed = inputs.upload(step)
+    inputs.prepare(placed)
+    assert placed.token_ids.tolist() == [20, 10, 11, 12, 13, 14, 30, 31]
+    assert placed.positions.tolist() == [0, 0, 1, 2, 3, 4, 0, 1]
+    assert placed.slot_mapping.tolist() == [8, 12, 13, 14, 15, 32, 20, 21]
+    assert placed.query_start_loc.tolist() == [0, 1, 6, 8]
+    assert placed.seq_lens.tolist() == [1, 5, 2]
+    assert placed.last_rows.tolist() == [5, 0]
+    rows = [inputs.seqs[i].row for i in (9, 7, 8)]
+    assert placed.table_rows.tolist() == rows
+    assert placed.sample_rows.tolist() == [rows[1], rows[0]]
+    assert inputs.tables[rows[1], :2].tolist() == [3, 8]
+    assert placed.work.num_decodes == 1
+    assert placed.work.decode_items[0].tolist() == [0, 0, 1]
+    assert set(placed.work.decode_items[1:, 0].tolist()) <= {-1}
+    assert placed.work.prefill_tiles.tolist() == [[1, 0], [2, 0]]
+
+
+def test_a_recorded_step_is_filled_up_with_nothing(device: torch.device) -> None:
+    shape = Shape(num_heads=4, num_kv_heads=2, head_dim=16, num_sms=4)
+    inputs = GpuInputs(4, 8, 32, 8, shape, device)
+    new = [NewSeq(i, [40 + i], SamplerParams()) for i in range(3)]
+    seqs = [SeqPlan(i, 0, 1, (i + 1,), None, True) for i in range(3)]
+    inputs.apply(StepPlan(0, new_seqs=new, seqs=seqs))
+    step = inputs.describe(seqs)
+    inputs._words.fill_(12345)
+    placed = inputs.upload(step, padded_to=6)
+    inputs.prepare(placed)
+    assert placed.token_ids.tolist() == [40, 41, 42, 0, 0, 0]
+    assert placed.slot_mapping.tolist() == [4, 8, 12, -1, -1, -1]
+    assert placed.seq_lens.tolist() == [1, 1, 1, 0, 0, 0]
+    assert placed.query_start_loc.tolist() == list(range(7))
+    assert placed.sample_rows.tolist()[3:] == [-1] * 3
+    assert placed.table_rows.tolist()[3:] == [0] * 3
+    assert all(item[0] == -1 for item in placed.work.decode_items.tolist()[3:])
+    again = inputs.upload(step, padded_to=6)
+    assert again.token_ids.data_ptr() == placed.token_ids.data_ptr()
+    assert again.table_rows.data_ptr() == placed.table_rows.data_ptr()
