@@ -127,19 +127,21 @@ class Host:
         self.rows.append(self._row)
         self._row = Row()
 
-    def add(self, params: SamplingParams, kind: OutputKind, num_requests: int) -> list[str]:
-        """Queue requests, whose prompts have nothing in common."""
-        return [
-            self.driver.add([1 + i + j for j in range(_PROMPT_LEN)], params, kind)
-            for i in range(0, 16 * num_requests, 16)
-        ]
+    def add(self, prompts: list[list[int]], params: SamplingParams, kind: OutputKind) -> list[str]:
+        """Queue requests."""
+        return [self.driver.add(prompt, params, kind) for prompt in prompts]
+
+
+def make_prompts(num_prompts: int) -> list[list[int]]:
+    """Prompts that begin with nothing in common."""
+    return [[1 + 16 * i + j for j in range(_PROMPT_LEN)] for i in range(num_prompts)]
 
 
 def measure(name: str, num_seqs: int, num_tokens: int, tokenizer: Tokenizer | None) -> dict:
     """Microseconds of a step in which all decode, by part."""
     host = Host(num_seqs, num_tokens, tokenizer)
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, seed=0)
-    request_ids = host.add(params, _KINDS[name], num_seqs)
+    request_ids = host.add(make_prompts(num_seqs), params, _KINDS[name])
     gc.collect()
     if name == "final":
         host.driver.run_to_end(request_ids, use_tqdm=False)
@@ -175,9 +177,10 @@ def measure_adding(num_requests: int, tokenizer: Tokenizer | None) -> dict:
     """Microseconds to add a request of token ids."""
     host = Host(1, 16, tokenizer)
     params = SamplingParams(temperature=0, ignore_eos=True)
+    prompts = make_prompts(num_requests)
     gc.collect()
     begun_s = time.perf_counter()
-    request_ids = host.add(params, OutputKind.FINAL_ONLY, num_requests)
+    request_ids = host.add(prompts, params, OutputKind.FINAL_ONLY)
     seconds = time.perf_counter() - begun_s
     host.driver.forget(request_ids)
     return {"text": tokenizer is not None, "add_us": round(seconds / num_requests * 1e6, 1)}

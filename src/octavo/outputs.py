@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from octavo.request import FinishReason
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,26 +28,60 @@ PositionLogprobs = dict[int, Logprob]
 """By token id: the sampled (or prompt) token and the requested number of most probable ones."""
 
 
-class _CutWhenRead:
-    """Lists that are the beginnings of longer, growing ones: copied when they are first read."""
+class _MadeWhenRead:
+    """Fields that are made when they are first read."""
 
-    __slots__ = ("_all_logprobs", "_all_token_ids", "_num_tokens")
-    _all_token_ids: list[int]
-    _all_logprobs: list[PositionLogprobs]
-    _num_tokens: int
+    __slots__ = ()
+
+    def _make(self, name: str) -> Any:
+        """The value of a field that is not set."""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     if not TYPE_CHECKING:  # it would hide misspelt names
 
         def __getattr__(self, name: str) -> Any:
-            """Of a field that is not set."""
-            if name == "token_ids":
-                value = self._all_token_ids[: self._num_tokens]
-            elif name == "logprobs":
-                value = self._all_logprobs[: self._num_tokens]
-            else:
+            if name.startswith("_"):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            value = self._make(name)
             setattr(self, name, value)
             return value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies, and what is pickled, have every field and nothing to make one from."""
+        names = [f.name for f in fields(cast("DataclassInstance", self))]
+        return type(self), tuple(getattr(self, name) for name in names)
+
+
+class _CutWhenRead(_MadeWhenRead):
+    """Lists that are the beginnings of longer, growing ones."""
+
+    __slots__ = ("_all_logprobs", "_all_token_ids", "_num_logprobs", "_num_tokens")
+    _all_token_ids: list[int]
+    _all_logprobs: list[PositionLogprobs]
+    _num_tokens: int
+    _num_logprobs: int
+
+    def _make(self, name: str) -> Any:
+        value: Any
+        if name == "token_ids":
+            value = self._all_token_ids[: self._num_tokens]
+            del self._all_token_ids
+        elif name == "logprobs":
+            value = self._all_logprobs[: self._num_logprobs]
+            del self._all_logprobs
+        else:
+            value = super()._make(name)
+        return value
+
+
+class _PromptWhenRead(_MadeWhenRead):
+    """The text of a prompt that came as token ids."""
+
+    __slots__ = ("_prompt_text",)
+    _prompt_text: Callable[[], str]
+
+    def _make(self, name: str) -> Any:
+        return self._prompt_text() if name == "prompt" else super()._make(name)
 
 
 @dataclass(slots=True)
@@ -82,29 +120,19 @@ class CompletionOutput(_CutWhenRead):
         output = cls.__new__(cls)
         output.index = index
         output.text = text
-        output._all_token_ids = token_ids
-        output._num_tokens = len(token_ids)
+        growing: _CutWhenRead = output
+        growing._all_token_ids = token_ids
+        growing._num_tokens = len(token_ids)
         output.cumulative_logprob = cumulative_logprob
         if logprobs is None:
             output.logprobs = None
         else:
-            output._all_logprobs = logprobs
+            growing._all_logprobs = logprobs
+            growing._num_logprobs = len(logprobs)
         output.finish_reason = finish_reason
         output.stop_reason = stop_reason
         output.score = score
         return output
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return CompletionOutput, (
-            self.index,
-            self.text,
-            self.token_ids,
-            self.cumulative_logprob,
-            self.logprobs,
-            self.finish_reason,
-            self.stop_reason,
-            self.score,
-        )
 
 
 class MissReason(StrEnum):
@@ -178,6 +206,18 @@ class RequestMetrics:
     num_preemptions: int = 0
     num_generation_tokens: int = 0
 
+    def copy(self) -> RequestMetrics:
+        """The same times; quicker than `dataclasses.replace`, as every output of a step has one."""
+        new = RequestMetrics.__new__(RequestMetrics)
+        new.arrival_s = self.arrival_s
+        new.first_scheduled_s = self.first_scheduled_s
+        new.first_token_s = self.first_token_s
+        new.last_token_s = self.last_token_s
+        new.finished_s = self.finished_s
+        new.num_preemptions = self.num_preemptions
+        new.num_generation_tokens = self.num_generation_tokens
+        return new
+
     @property
     def queue_s(self) -> float | None:
         """Seconds from arrival until it first ran."""
@@ -195,7 +235,7 @@ class RequestMetrics:
 
 
 @dataclass(slots=True)
-class RequestOutput:
+class RequestOutput(_PromptWhenRead):
     """The state of a request after a step, or its end."""
 
     request_id: str
@@ -210,6 +250,11 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """Prompt tokens whose KV was found (in the pool, on the host or on disk) and not computed."""
     kv: RequestKVUsage = field(default_factory=RequestKVUsage)
+
+    def prompt_when_read(self, text: Callable[[], str]) -> None:
+        """The prompt's text is to be made by `text` when it is first read."""
+        del self.prompt
+        self._prompt_text = text
 
 
 @dataclass(slots=True)

@@ -102,12 +102,12 @@ def test_ranges_leave_no_trace(llm: LLM) -> None:
 
 
 def test_the_parts_of_a_gpu_engine_are_where_they_are_looked_for() -> None:
-    from octavo.runner.gpu.graphs import DecodeGraphs
+    from octavo.runner.gpu.graphs import StepGraphs
     from octavo.runner.gpu.inputs import GpuInputs
     from octavo.runner.gpu.runner import GpuRunner
 
     assert all(hasattr(GpuInputs, name) for name in ("apply", "describe", "upload"))
-    assert hasattr(GpuRunner, "_choose") and hasattr(DecodeGraphs, "replay")
+    assert hasattr(GpuRunner, "_choose") and hasattr(StepGraphs, "replay")
     for module, name in (*startup_clock._LOADS, *startup_clock._CAPTURES, *startup_clock._COMPILES):
         startup_clock._find(module, name)
 

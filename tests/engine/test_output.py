@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
+import pickle
 from itertools import pairwise
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from octavo.engine.input import InputProcessor
 from octavo.engine.output import OutputKind, OutputProcessor, beams_of
-from octavo.outputs import RequestKVUsage, RequestMetrics
+from octavo.outputs import CompletionOutput, Logprob, RequestKVUsage, RequestMetrics
 from octavo.plan import TokenLogprobs
 from octavo.request import BeamSearchParams, FinishReason, SamplingParams
 from octavo.sched import SeqUpdate
@@ -116,6 +118,56 @@ def test_outputs_are_snapshots(engine) -> None:
     engine.step(update([105], logprobs=[entry]))
     engine.step(update([105], logprobs=[entry], reason=LENGTH))
     assert first == kept
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_what_is_read_late_is_what_it_was(engine, logprobs) -> None:
+    """Whoever reads an output first after later steps, or changes it, changes nothing else."""
+    engine.add(logprobs=logprobs)
+    outputs = []
+    for i in range(4):
+        entry = TokenLogprobs(97 + i, -1.0, 1, ())
+        reason = LENGTH if i == 3 else None
+        outputs += engine.step(update([97 + i], logprobs=[entry], reason=reason))
+    outputs[1].outputs[0].token_ids.append(-1)
+    for i, output in enumerate(outputs):
+        [completion] = output.outputs
+        assert completion.text == "abcd"[: i + 1]
+        assert completion.token_ids == [97, 98, 99, 100][: i + 1] + [-1] * (i == 1)
+        assert completion.token_ids is completion.token_ids
+        if logprobs is None:
+            assert completion.logprobs is None
+        else:
+            assert [list(p) for p in completion.logprobs] == [[97 + j] for j in range(i + 1)]
+
+
+def test_outputs_can_be_copied_compared_and_pickled(engine) -> None:
+    engine.add(logprobs=0)
+    entry = TokenLogprobs(97, -1.0, 1, ())
+    [first] = engine.step(update([97], logprobs=[entry]))
+    copies = [copy.copy(first), copy.deepcopy(first), pickle.loads(pickle.dumps(first))]
+    engine.step(update([97], logprobs=[entry]))
+    copies.append(dataclasses.replace(first))
+    plain = CompletionOutput(0, "a", [97], -1.0, [{97: Logprob(-1.0, 1, "a")}])
+    for same in copies:
+        assert same == first and repr(same) == repr(first) and same.outputs == [plain]
+        assert dataclasses.asdict(same) == dataclasses.asdict(first)
+        assert not hasattr(same, "_prompt_text") and not hasattr(same.outputs[0], "tokens")
+
+
+def test_a_prompt_of_token_ids_becomes_text_when_it_is_read(byte_tokenizer, monkeypatch) -> None:
+    decoded = []
+
+    def decode(ids, **kwargs):
+        decoded.append(list(ids))
+        return "text"
+
+    engine = Engine(byte_tokenizer)
+    engine.add(prompt=(98, 99), detokenize=False)
+    monkeypatch.setattr(byte_tokenizer, "decode", decode)
+    outputs = engine.step(update([97])) + engine.step(update([97], reason=LENGTH))
+    assert decoded == []
+    assert [output.prompt for output in outputs] == ["text", "text"] and decoded == [[98, 99]]
 
 
 # -- how it ends ----------------------------------------------------------------------------------
@@ -422,7 +474,8 @@ def test_the_three_kinds_tell_the_same_story(byte_tokenizer, data) -> None:
     n = data.draw(st.integers(1, 2))
     stop = data.draw(st.lists(st.text("abé", min_size=1, max_size=3), max_size=2))
     params = dict(
-        n=n, stop=stop, logprobs=0, include_stop_str_in_output=data.draw(st.booleans()),
+        n=n, stop=stop, logprobs=data.draw(st.sampled_from([None, 0])),
+        include_stop_str_in_output=data.draw(st.booleans()),
         min_tokens=data.draw(st.integers(0, 3)),
     )  # fmt: skip
     steps: list[list[SeqUpdate]] = []
@@ -455,7 +508,7 @@ def test_the_three_kinds_tell_the_same_story(byte_tokenizer, data) -> None:
         whole = final.outputs[sample]
         assert "".join(c.text for c in deltas) == whole.text
         assert [i for c in deltas for i in c.token_ids] == whole.token_ids
-        assert [p for c in deltas for p in c.logprobs] == whole.logprobs
+        assert [p for c in deltas for p in c.logprobs or ()] == (whole.logprobs or [])
         assert deltas[-1].finish_reason == whole.finish_reason
         so_far = [o.outputs[sample].text for o in stories[OutputKind.CUMULATIVE]]
         for before, after in pairwise(so_far):

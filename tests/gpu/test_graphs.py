@@ -1,4 +1,4 @@
-"""Recorded decode steps on a real GPU: what a CPU cannot show of the runner."""
+"""Recorded steps on a real GPU: what a CPU cannot show of the runner."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from octavo.layers.workspace import Workspace
 from octavo.models.decoder import Decoder
 from octavo.plan import NewSeq, SeqPlan, SeqResult, StepPlan
 from octavo.request import SamplerParams
+from octavo.runner.gpu.graphs import mixed_sizes
+from octavo.runner.gpu.layout import Room
 from octavo.runner.gpu.runner import GpuRunner
 from octavo.runner.kv_store import KVStore
 
@@ -90,12 +92,15 @@ def run(runner: GpuRunner, plans: list[StepPlan]) -> list[list[SeqResult]]:
 
 
 @pytest.mark.parametrize("num_seqs", [1, 2, 3, 8, 21, 32])
-def test_replayed_steps_are_the_steps(model: Decoder, num_seqs: int) -> None:
+def test_replayed_steps_are_the_steps(
+    model: Decoder, num_seqs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where a size is recorded, the same kernels run on the same numbers: equal tokens and KV."""
     plans = plans_of(num_seqs, 30)
     eager, graphs = make_runner(model, graphs=False), make_runner(model, graphs=True)
+    monkeypatch.setattr(graphs.inputs, "fits", lambda *_: False)  # prompts go another way
     expected, found = run(eager, plans), run(graphs, plans)
-    if graphs.graphs.size_for(num_seqs) == num_seqs:
+    if graphs.graphs.room_for(num_seqs) == Room(num_seqs, mixed=False):
         assert found == expected
     tokens = [r.token_id for step in found for r in step]
     others = [r.token_id for step in expected for r in step]
@@ -114,6 +119,79 @@ def test_padding_writes_no_byte_of_the_pool(model: Decoder) -> None:
     run(runner, plans[2:3])
     changed = (pool != before).any(dim=1).nonzero()[:, 0].tolist()
     assert changed == [i * PER_SEQ + (21 + i % 5) // BLOCK for i in range(21)]
+
+
+def mixed_plans(num_steps: int) -> list[StepPlan]:
+    """Each step brings a prompt of 30 tokens and more, in two chunks, beside all that decode."""
+    plans = [StepPlan(step) for step in range(num_steps)]
+    for i in range(min(num_steps - 2, SEATS)):
+        first, rest = 10 + 3 * (i % 7), 20 + i % 5
+        blocks = tuple(range(i * PER_SEQ, (i + 1) * PER_SEQ))
+        prompt = [7 * i + k for k in range(first + rest)]
+        plans[i].new_seqs.append(NewSeq(i, prompt, GREEDY))
+        plans[i].seqs.append(SeqPlan(i, 0, first, blocks, None, False))
+        plans[i + 1].seqs.append(SeqPlan(i, first, rest, (), None, True))
+        for k in range(i + 2, num_steps):
+            plans[k].seqs.append(SeqPlan(i, first + rest + k - i - 2, 1, (), None, True))
+    return plans
+
+
+def test_replayed_steps_with_prompts_are_the_steps(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the same matrix products: of as many rows as the recorded step has. Equal KV and tokens
+    where no product depends on how many rows there are; nearly all where it does."""
+    plans = mixed_plans(24)
+    eager, graphs = make_runner(model, graphs=False), make_runner(model, graphs=True)
+    rooms: list[Room] = []
+    replay = graphs.graphs.replay
+    monkeypatch.setattr(graphs.graphs, "replay", lambda room: (rooms.append(room), replay(room)))
+    expected, found = run(eager, plans), run(graphs, plans)
+    assert len(rooms) == len(plans) and sum(room.mixed for room in rooms) == 23
+    tokens = [[(r.seq_id, r.token_id) for r in step] for step in found]
+    others = [[(r.seq_id, r.token_id) for r in step] for step in expected]
+    pairs = [pair for a, b in zip(tokens, others, strict=True) for pair in zip(a, b, strict=True)]
+    assert all(a[0] == b[0] for a, b in pairs)
+    assert sum(a == b for a, b in pairs) / len(pairs) > 0.5  # a tie broken otherwise goes on
+    again = make_runner(model, graphs=True)
+    assert run(again, plans) == found
+    # The first ten tokens of each prompt; those behind depend on what was drawn.
+    one, two, three = (
+        runner.kv_store.data[: 22 * PER_SEQ : PER_SEQ, :, :, :, :10].float()
+        for runner in (graphs, again, eager)
+    )
+    assert torch.equal(one, two)
+    assert (one - three).norm() < 0.02 * three.norm()
+
+
+def test_padding_beside_prompts_writes_no_byte_of_the_pool(model: Decoder) -> None:
+    runner = make_runner(model, graphs=True)
+    plans = mixed_plans(12)
+    run(runner, plans[:10])
+    torch.cuda.synchronize()
+    num_blocks = runner.kv_store.num_blocks
+    pool = runner.kv_store.data[:num_blocks].reshape(num_blocks, -1).view(torch.uint8)
+    before = pool.clone()
+    run(runner, plans[10:11])
+    changed = (pool != before).any(dim=1).nonzero()[:, 0].tolist()
+    expected: set[int] = set()
+    for seq in plans[10].seqs:
+        slots = range(seq.start, seq.start + seq.num_tokens)
+        expected |= {seq.seq_id * PER_SEQ + slot // BLOCK for slot in slots}
+    assert changed == sorted(expected)
+
+
+def test_a_mixed_step_is_launched_in_less_than_a_millisecond(model: Decoder) -> None:
+    runner = make_runner(model, graphs=True)
+    plans = mixed_plans(24)
+    run(runner, plans[:4])
+    times = []
+    for plan in plans[4:]:
+        begun = time.perf_counter()
+        wait = runner.launch(plan)
+        times.append(time.perf_counter() - begun)
+        wait()
+    assert sorted(times)[len(times) // 2] < 1.5e-3, times
 
 
 def test_recorded_steps_outlive_resizes(model: Decoder) -> None:
@@ -168,4 +246,5 @@ def test_memory_of_recorded_steps_is_measured(model: Decoder) -> None:
     runner = make_runner(model, graphs=True)
     captured = runner.capture()
     assert captured.sizes == (1, 2, 4, 8, 16, 24, 32)
+    assert captured.mixed_sizes == mixed_sizes(1024) and len(captured.mixed_sizes) == 20
     assert 0 <= captured.num_bytes < 1 << 30

@@ -17,7 +17,7 @@ class ForwardContext:
 
     Sequence `i` owns tokens `query_start_loc[i] .. query_start_loc[i + 1] - 1`; they are the last
     ones of its `seq_lens[i]` tokens of context. Recorded steps are padded with sequences of length
-    0, whose tokens have slot -1.
+    0, and with tokens that have slot -1: one each, or of no sequence where prompts are in the step.
     """
 
     kv_cache: Tensor
@@ -59,10 +59,15 @@ class AttentionWork:
     item_start: Tensor
     """[num_decodes + 1] int32: each decode's first item."""
     prefill_tiles: Tensor
-    """[num_tiles, 2] int32: (sequence, first token of the tile within its chunk)."""
+    """[num_tiles, 2] int32: (sequence, first token of the tile within its chunk); sequence -1
+    where there are fewer."""
     fresh_tiles: Tensor | None = None
     """[num_tiles, 2] int32, likewise: of chunks that begin at position 0 and are in no other tile,
     where the backend attends to those without the pool; None: there are none."""
+    decode_lens: Tensor | None = None
+    """[num_decodes] int32: in a recorded step with prompts `num_decodes` is the most that there can
+    be, and this is the context length of those that there are, then 0. The rows behind theirs are
+    tokens of prompts. None: `seq_lens` says it."""
 
 
 class AttentionBackend(Protocol):
@@ -72,7 +77,7 @@ class AttentionBackend(Protocol):
     replayable: bool
     """Whether it consists of kernel calls that `ops.cpu.trace` records, and of nothing else."""
     capturable: bool
-    """Whether decode steps can be recorded as CUDA graphs: kernels only, whose grids and addresses
+    """Whether steps can be recorded as CUDA graphs: kernels only, whose grids and addresses
     do not depend on the lengths of the sequences."""
 
     def rope_and_cache(

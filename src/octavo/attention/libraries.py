@@ -78,6 +78,7 @@ class Fa3Attention(TritonAttention):
     capturable = False
 
     def __init__(self) -> None:
+        super().__init__()
         module = _fa3_module()
         assert module is not None, "FlashAttention 3 is not installed"
         self._is_vllms = module != _FA3[0]
@@ -123,6 +124,7 @@ class FlashInferAttention(TritonAttention):
     capturable = False
 
     def __init__(self) -> None:
+        super().__init__()
         self._make: Callable[..., Any] = import_module(
             "flashinfer"
         ).BatchPrefillWithPagedKVCacheWrapper

@@ -41,7 +41,7 @@ def select_attention(
     lacks = _what_is_missing(name, device, head_dim, fp8)
     if lacks is not None:
         raise ConfigError(f"--attention-backend {name} {lacks}; leave it out to have one chosen")
-    return _make(name)
+    return _make(name, fp8)
 
 
 def _by_capability(device: torch.device) -> tuple[str, str]:
@@ -78,11 +78,11 @@ def _what_is_missing(
     return libraries.what_is_missing(name, capability, head_dim=head_dim, fp8=fp8)
 
 
-def _make(name: str) -> AttentionBackend:
+def _make(name: str, fp8: bool) -> AttentionBackend:
     if name == "triton":
         from octavo.attention.triton import TritonAttention
 
-        return TritonAttention()
+        return TritonAttention(reads_fresh=not fp8)
     if name in ("flashinfer", "fa3"):
         from octavo.attention import libraries
 

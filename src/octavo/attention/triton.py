@@ -5,15 +5,27 @@ from __future__ import annotations
 from torch import Tensor
 
 from octavo.attention.base import ForwardContext, QKNorm
-from octavo.ops.gpu import decode_attention, prefill_attention, rope_cache
+from octavo.ops.gpu import decode_attention, fresh_attention, prefill_attention, rope_cache
+
+_FRESH_TOKENS = 256
+"""From so many tokens on, a prompt's first chunk is quicker without block tables (H200)."""
 
 
 class TritonAttention:
-    """Decodes and chunks of prompts go to kernels of their own; a mixed step launches both."""
+    """Decodes and chunks of prompts go to kernels of their own; a mixed step launches both.
+
+    reads_fresh: whether chunks that begin at position 0 may attend to the step's own K and V
+    instead of the pool's; not where the pool rounds them (fp8), as tokens would then depend on how
+    a prompt is cut.
+    """
 
     name = "triton"
     replayable = False
     capturable = True
+
+    def __init__(self, *, reads_fresh: bool = False) -> None:
+        self.fresh_tokens = _FRESH_TOKENS if reads_fresh else 0
+        """Length from which the runner names a first chunk in `AttentionWork.fresh_tiles`."""
 
     def rope_and_cache(
         self,
@@ -50,11 +62,27 @@ class TritonAttention:
         if num:
             decode_attention.paged_decode(
                 out[:num], query[:num], ctx.kv_cache, ctx.kv_scales, layer, ctx.block_tables,
-                ctx.table_rows, ctx.seq_lens, work.decode_items, work.item_start,
+                ctx.table_rows, ctx.seq_lens if work.decode_lens is None else work.decode_lens,
+                work.decode_items, work.item_start,
                 ctx.workspace.partial, ctx.workspace.partial_lse, scale, window,
             )  # fmt: skip
+        # The decodes first: in a padded step they write zeros where the prompts' rows are.
         if len(work.prefill_tiles):
             prefill_attention.paged_prefill(
                 out, query, ctx.kv_cache, ctx.kv_scales, layer, ctx.block_tables, ctx.table_rows,
                 ctx.seq_lens, ctx.query_start_loc, work.prefill_tiles, scale, window,
             )  # fmt: skip
+        if work.fresh_tiles is not None and len(work.fresh_tiles):
+            key, value = _own_keys_and_values(query, ctx)
+            fresh_attention.fresh_prefill(
+                out, query, key, value, ctx.query_start_loc, work.fresh_tiles, scale, window
+            )
+
+
+def _own_keys_and_values(query: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+    """[num_tokens, num_kv_heads, head_dim] each: the step's own, rotated, as projected."""
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = ctx.kv_cache.shape[3]
+    qkv = ctx.workspace.qkv[:num_tokens].view(num_tokens, -1, head_dim)
+    key, value = qkv[:, num_heads:].split(num_kv_heads, dim=1)
+    return key, value

@@ -79,8 +79,8 @@ def plan_decode(
 
 def prefill_tile_tokens(group_size: int, head_dim: int) -> int:
     """Tokens in a tile of a prompt's chunk: with the group's query heads, at most 128 rows of a
-    product. `ops.gpu.prefill_attention` is cut alike."""
-    return max(1, 128 // group_size)
+    product (64 of small heads). `ops.gpu.prefill_attention.prefill_shape` cuts alike."""
+    return max(1, (64 if head_dim <= 64 and group_size <= 64 else 128) // group_size)
 
 
 def plan_prefill(

@@ -59,17 +59,24 @@ class Driver:
         from tqdm import tqdm
 
         ends: dict[str, RequestOutput] = {}
+        inbox: deque[RequestOutput] = deque()
+        """One for all, so that a step costs what it brings, however many wait."""
+        for request_id in request_ids:
+            inbox += self._mail[request_id]
+            self._mail[request_id] = inbox
         with tqdm(total=len(request_ids), unit="request", disable=not use_tqdm) as bar:
-            waiting = set(request_ids)
-            while waiting:
-                self._check_alive(next(iter(waiting)))
-                self._step()
-                for request_id in self._failures.keys() & waiting:
-                    self._check_alive(request_id)
-                for request_id in [r for r in waiting if self._mail[r]]:
-                    ends[request_id] = self._mail[request_id].pop()
-                    waiting.discard(request_id)
-                    bar.update()
+            for request_id in request_ids:
+                while request_id not in ends:
+                    if not inbox:
+                        self._check_alive(request_id)
+                        self._step()
+                    for failed_id in self._failures:
+                        if self._mail.get(failed_id) is inbox and failed_id not in ends:
+                            self._check_alive(failed_id)
+                    while inbox:
+                        output = inbox.popleft()
+                        ends[output.request_id] = output
+                        bar.update()
         return [ends[request_id] for request_id in request_ids]
 
     def forget(self, request_ids: list[str]) -> None:
@@ -95,8 +102,9 @@ class Driver:
                 raise
             return
         for output in outputs:
-            if output.request_id in self._mail:
-                self._mail[output.request_id].append(output)
+            mail = self._mail.get(output.request_id)
+            if mail is not None:
+                mail.append(output)
         if self.after_step is not None:
             self.after_step()
 

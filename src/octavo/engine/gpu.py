@@ -1,6 +1,6 @@
 """An engine's part on an NVIDIA GPU, in the order in which its memory becomes known.
 
-Weights are loaded, the largest step is run once, decode steps are recorded; only then is what is
+Weights are loaded, the largest step is run once, steps are recorded; only then is what is
 left known, and the pool gets it. Its addresses were reserved before, so that nothing recorded has
 to be made again.
 """
@@ -90,19 +90,20 @@ def prepare(
         max_blocks_per_seq=longest_table(config, config.max_model_len or model.rotary.max_position),
         graphs=not config.enforce_eager,
     )
-    held = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    runner.profile_run()
-    transient = torch.cuda.max_memory_allocated(device) - held
+    transient = runner.profile_run()
     captured = runner.capture(progress)
     runner.warm_up()
+    # Sampling takes its memory when the forward pass has given its own back.
+    further = max(0, transient.sampling_bytes - transient.forward_bytes)
+    sampling = device_sampling_bytes(num_rows, arch.vocab_size)
     step = StepMemory(
-        workspace.num_bytes + transient,
-        workspace.logits.nbytes + device_sampling_bytes(num_rows, arch.vocab_size),
+        workspace.num_bytes + transient.forward_bytes,
+        workspace.logits.nbytes + sampling + further,
     )
     torch.cuda.empty_cache()
     own = gpu_memory(device).total_bytes - gpu_memory(device).free_bytes - before.others_bytes
-    named = model.weight_bytes + workspace.num_bytes + workspace.logits.nbytes + captured.num_bytes
+    buffers = workspace.num_bytes + workspace.logits.nbytes + sampling
+    named = model.weight_bytes + buffers + captured.num_bytes
     terms = GPUTerms(
         graph_bytes=captured.num_bytes,
         runtime_bytes=max(0, own - named - store.mapped_bytes),
@@ -119,7 +120,8 @@ def prepare(
             f"({human_bytes(plan.kv_bytes)}) although {human_bytes(plan.left_bytes)} should be "
             "left: another process may have taken it; lower --gpu-memory-utilization"
         ) from error
-    logger.info("recorded %d decode steps in %.1f s", len(captured.sizes), captured.seconds)
+    num_recorded = len(captured.sizes) + len(captured.mixed_sizes)
+    logger.info("recorded %d steps in %.1f s", num_recorded, captured.seconds)
     return OnGPU(plan, store, runner)
 
 

@@ -59,7 +59,7 @@ class InputProcessor:
         arrival_s: float = 0.0,
         priority: int = 0,
     ) -> tuple[Request, str | None]:
-        """The request, and the prompt's text (None for token ids without a tokenizer).
+        """The request, and the prompt's text (None for token ids).
 
         Raises `InvalidRequestError`, with `parameter` naming the field, for a prompt or a parameter
         that cannot be used; `RequestCapacityError` for a prompt longer than the context.
@@ -111,7 +111,7 @@ class InputProcessor:
     # -- the prompt -------------------------------------------------------------------------------
 
     def prompt(self, prompt: Prompt) -> tuple[list[int], str | None, str]:
-        """(token ids, text if it is known, cache salt) of a prompt; raises as `process` does."""
+        """(token ids, text if that is what came, cache salt) of a prompt; raises as `process`."""
         prompt, salt = _split_salt(prompt)
         name, value = _named(prompt)
         if isinstance(value, str):
@@ -131,8 +131,6 @@ class InputProcessor:
                 f"tokens, or {self._way_out()}",
                 parameter=name,
             )
-        if text is None and self._tokenizer is not None:
-            text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return token_ids, text, salt
 
     def _check_length(self, num_prompt: int, max_tokens: int | None) -> None:
@@ -173,6 +171,9 @@ class InputProcessor:
 
     def _checked_ids(self, token_ids: Collection[Any], name: str) -> list[int]:
         """A list of ids of the vocabulary; `name` is the parameter that a refusal names."""
+        plain = not token_ids or set(map(type, token_ids)) == {int}
+        if plain and (not token_ids or 0 <= min(token_ids) <= max(token_ids) < self._vocab_size):
+            return list(token_ids)
         for place, token_id in enumerate(token_ids):
             if isinstance(token_id, bool) or not isinstance(token_id, int):
                 raise InvalidRequestError(

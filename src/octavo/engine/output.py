@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from octavo.text.tokenizer import Tokenizer
 
 Stats = Callable[[str], tuple[RequestMetrics, RequestKVUsage] | None]
-"""Times and KV usage of a request until now, by its id; None: not known. The times are copied, the
-usage is the output's to keep."""
+"""Times and KV usage of a request until now, by its id; None: not known. The usage of a request
+that has not ended is made for who asks."""
 
 
 class OutputKind(Enum):
@@ -164,6 +165,9 @@ class _Record:
         self.news: dict[int, None] = {}
         """Completions that have changed since the last output, in the order of their changes."""
         self.request, self._prompt, self._texts = request, prompt, texts
+        self._prompt_text: Callable[[], str] | None = None
+        if prompt is None and texts is not None:
+            self._prompt_text = _PromptText(texts, request.prompt_token_ids)
         self._first_token_s: float | None = None
         self._last_token_s: float | None = None
         self._num_unfinished = request.n
@@ -277,10 +281,14 @@ class _Record:
         """The output for now; what was news is none afterwards."""
         request, finished = self.request, self.finished
         known = None if stats is None else stats(request.request_id)
-        metrics, kv = known or (self._own_metrics(), RequestKVUsage())
-        finished_s = metrics.finished_s
-        if finished and finished_s is None:
-            finished_s = now_s
+        if known is None:
+            metrics, kv = self._own_metrics(), RequestKVUsage()
+        else:
+            metrics, kv = known[0].copy(), known[1]
+        if finished:
+            kv = replace(kv)  # until then it is made for who asks
+            if metrics.finished_s is None:
+                metrics.finished_s = now_s
         prompt_logprobs = self._prompt_logprobs
         if self._kind is OutputKind.DELTA:
             outputs = [self.completions[i].delta() for i in sorted(self.news)]
@@ -294,26 +302,35 @@ class _Record:
         else:
             outputs = [completion.snapshot() for completion in self.completions]
         self.news.clear()
-        # By position, and not by `dataclasses.replace`: a step makes thousands of these.
-        return RequestOutput(
+        output = RequestOutput(
             request.request_id,
             self._prompt,
             request.prompt_token_ids,
             None if prompt_logprobs is None else list(prompt_logprobs),
             outputs,
             finished,
-            RequestMetrics(
-                metrics.arrival_s,
-                metrics.first_scheduled_s,
-                metrics.first_token_s,
-                metrics.last_token_s,
-                finished_s,
-                metrics.num_preemptions,
-                metrics.num_generation_tokens,
-            ),
+            metrics,
             kv.cached_tokens,
             kv,
         )
+        if self._prompt_text is not None:
+            output.prompt_when_read(self._prompt_text)
+        return output
+
+
+class _PromptText:
+    """Makes the text of a prompt that came as token ids, once."""
+
+    __slots__ = ("_text", "_texts", "_token_ids")
+
+    def __init__(self, texts: TokenTexts, token_ids: list[int]) -> None:
+        self._texts, self._token_ids = texts, token_ids
+        self._text: str | None = None
+
+    def __call__(self) -> str:
+        if self._text is None:
+            self._text = self._texts.decoder.decode(self._token_ids, skip_special_tokens=False)
+        return self._text
 
 
 def beams_of(output: RequestOutput, *, with_text: bool) -> BeamSearchOutput:

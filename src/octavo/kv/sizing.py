@@ -79,7 +79,7 @@ class MemoryPlan:
     logits_bytes: int
     """Logits, logprobs and sampling of a step."""
     graph_bytes: int = 0
-    """Recorded decode steps (CUDA graphs)."""
+    """Recorded steps (CUDA graphs)."""
     runtime_bytes: int = 0
     """What the GPU's driver and libraries hold for the process: context, kernels, workspaces."""
     total_bytes: int | None = None

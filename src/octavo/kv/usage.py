@@ -60,14 +60,14 @@ class RequestAccount:
     def usage(self, now_s: float) -> RequestKVUsage:
         """The cost until now."""
         self.settle(now_s)
-        return RequestKVUsage(
-            peak_blocks=self._peak_blocks,
-            block_seconds=self._block_seconds,
-            shared_tokens=self._peak_shared_tokens,
-            cached_tokens=self.cached_tokens,
-            resumed_tokens=self.resumed_tokens,
-            forked_tokens=self.forked_tokens,
-            misses=self.misses,
+        return RequestKVUsage(  # by position: at half the time, for each output of each step
+            self._peak_blocks,
+            self._block_seconds,
+            self._peak_shared_tokens,
+            self.cached_tokens,
+            self.resumed_tokens,
+            self.forked_tokens,
+            self.misses,
         )
 
     def entries_of(self, block_id: int) -> int:

@@ -1,4 +1,4 @@
-"""Layers on an NVIDIA GPU: cuBLAS for many rows, octavo's streaming kernels for few."""
+"""Layers on an NVIDIA GPU: octavo's streaming kernels for one row, cuBLAS for more."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 from octavo.layers.embedding import TableEmbedding
 from octavo.layers.linear import TorchLinear
 from octavo.layers.norm import RMSNorm
-from octavo.ops.gpu import activation, embedding, linear, norm
+from octavo.ops.gpu import activation, embedding, norm
+from octavo.ops.gpu.row_linear import is_row_product, row_gated, row_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +24,12 @@ class GpuRMSNorm(RMSNorm):
 
 
 class GpuLinear(TorchLinear):
-    """Few rows read the weight once through a kernel that takes norm and residual along; for many
-    rows cuBLAS is the better matrix product."""
+    """One row reads the weight through a kernel that takes norm and residual along; for more rows
+    cuBLAS is the faster one."""
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        if self._is_skinny(x):
-            return linear.skinny_linear(x, self.weight, out, bias=self.bias)
+        if self._is_row(x):
+            return row_linear(x, self.weight, out, bias=self.bias)
         if out.dtype == x.dtype:
             return super().__call__(x, out)
         # Logits: the product is summed in float32 anyway, and stays so.
@@ -36,27 +37,26 @@ class GpuLinear(TorchLinear):
         return out if self.bias is None else out.add_(self.bias)
 
     def normed(self, x: Tensor, norm: RMSNorm, buffer: Tensor, out: Tensor) -> Tensor:
-        if self._is_skinny(x):
-            return linear.skinny_linear(
+        if self._is_row(x):
+            return row_linear(
                 x, self.weight, out, bias=self.bias, norm_weight=norm.weight, eps=norm.eps
             )
         return self(norm(x, buffer), out)
 
     def add_to(self, x: Tensor, residual: Tensor) -> None:
-        if self._is_skinny(x):
-            linear.skinny_linear(x, self.weight, residual, bias=self.bias, residual=True)
+        if self._is_row(x):
+            row_linear(x, self.weight, residual, bias=self.bias, residual=True)
             return
         residual.addmm_(x, self._transposed)
         if self.bias is not None:
             residual.add_(self.bias)
 
-    def _is_skinny(self, x: Tensor) -> bool:
-        out_features, in_features = self.weight.shape
-        return linear.is_skinny(len(x), in_features, out_features, x.dtype)
+    def _is_row(self, x: Tensor) -> bool:
+        return is_row_product(len(x), x.shape[1], x.dtype)
 
 
 class GpuGated:
-    """Gate and up as one matrix product, then silu and multiply; few rows in one kernel."""
+    """Gate and up as one matrix product, then silu and multiply; one row in one kernel."""
 
     replayable = False
 
@@ -66,14 +66,14 @@ class GpuGated:
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         weight = self._linear.weight
-        if linear.is_skinny(len(x), weight.shape[1], len(weight), x.dtype):
-            return linear.skinny_gated(x, weight, out, bias=self._linear.bias)
+        if is_row_product(len(x), x.shape[1], x.dtype):
+            return row_gated(x, weight, out, bias=self._linear.bias)
         return activation.silu_and_mul(self._linear(x, x.new_empty((len(x), len(weight)))), out)
 
     def normed(self, x: Tensor, norm: RMSNorm, buffer: Tensor, out: Tensor) -> Tensor:
         weight = self._linear.weight
-        if linear.is_skinny(len(x), weight.shape[1], len(weight), x.dtype):
-            return linear.skinny_gated(
+        if is_row_product(len(x), x.shape[1], x.dtype):
+            return row_gated(
                 x, weight, out, bias=self._linear.bias, norm_weight=norm.weight, eps=norm.eps
             )
         return self(norm(x, buffer), out)

@@ -93,9 +93,8 @@ class IncrementalDetokenizer:
         self._spaces = spaces_between_special_tokens
         # The window's text is decoded as a whole; `_num_given` of its characters are handed out
         # (None: all of them, not counted yet), `_clean` tokens of it end with a whole character.
-        self._window = self._context_of(prompt_token_ids)
-        text = self._decode(self._window).rstrip(REPLACEMENT)
-        self._num_given: int | None = len(text)
+        self._window, text = self._context_of(prompt_token_ids)
+        self._num_given: int | None = len(text.rstrip(REPLACEMENT))
         self._clean = len(self._window)
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -171,8 +170,8 @@ class IncrementalDetokenizer:
             spaces_between_special_tokens=self._spaces,
         )
 
-    def _context_of(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """The prompt's last tokens, from the start of a character on."""
+    def _context_of(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], str]:
+        """The prompt's last tokens, from the start of a character on, and their text."""
         tail: list[int] = []
         for token_id in reversed(prompt_token_ids):
             if self._skip and token_id in self._special_ids:
@@ -180,9 +179,11 @@ class IncrementalDetokenizer:
             tail.insert(0, token_id)
             if len(tail) >= _MAX_CONTEXT:
                 break
-            if len(tail) >= _MIN_CONTEXT and not self._decode(tail).startswith(REPLACEMENT):
-                break
-        return tail
+            if len(tail) >= _MIN_CONTEXT:
+                text = self._decode(tail)
+                if not text.startswith(REPLACEMENT):
+                    return tail, text
+        return tail, self._decode(tail)
 
 
 class StopFound(NamedTuple):

@@ -101,8 +101,10 @@ def make_gpu_runner(device: torch.device) -> Callable[..., GpuRunner]:
 def make_cpu_runner() -> Callable[..., Runner]:
     """The CPU's runner with the same weights, as an oracle."""
 
-    def make(rope: RopeConfig = ARCH.rope, **options: Any) -> Runner:
+    def make(rope: RopeConfig = ARCH.rope, max_num_seqs: int = 8, **options: Any) -> Runner:
         model, store, work = _parts(CPU, GatherAttention(), rope, **options)
-        return Runner(model, store, work, max_num_seqs=8, max_num_tokens=32, max_blocks_per_seq=16)
+        return Runner(
+            model, store, work, max_num_seqs=max_num_seqs, max_num_tokens=32, max_blocks_per_seq=16
+        )
 
     return make

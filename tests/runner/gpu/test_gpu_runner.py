@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +17,9 @@ from octavo.arch import RopeConfig
 from octavo.errors import DeviceLostError, NumericsError
 from octavo.plan import BeamDraw, BlockCopy, NewSeq, SeqFork, SeqPlan, SeqResult, StepPlan
 from octavo.request import SamplerParams
+from octavo.runner.gpu.failure import device_errors
+from octavo.runner.gpu.layout import Room
+from octavo.runner.gpu.pending import Answer
 from octavo.runner.gpu.runner import GpuRunner
 from octavo.runner.runner import Runner
 
@@ -105,6 +112,19 @@ def tokens_of(steps: list[list[SeqResult]]) -> list[list[tuple[int, int]]]:
     return [[(result.seq_id, result.token_id) for result in step] for step in steps]
 
 
+def watched(runner: GpuRunner) -> list[Room]:
+    """The recorded steps that will be used, as they are."""
+    rooms: list[Room] = []
+    replay = runner.graphs.replay
+
+    def noted(room: Room) -> None:
+        rooms.append(room)
+        replay(room)
+
+    runner.graphs.replay = noted  # type: ignore[method-assign]
+    return rooms
+
+
 def seq(
     seq_id: int, start: int, count: int, blocks: tuple[int, ...] = (), sample: bool = True
 ) -> SeqPlan:
@@ -122,7 +142,11 @@ def test_overlapped_steps_have_the_same_tokens(
     assert sum(seq.replaced is not None for plan in plans for seq in plan.seqs) > 1
     expected = one_by_one(make_cpu_runner(), plans)
     runner = make_gpu_runner(graphs=graphs)
+    rooms = watched(runner)
     assert tokens_of(overlapped(runner, plans)) == tokens_of(expected)
+    if graphs:  # all steps were filled up
+        assert len(rooms) == sum(bool(plan.seqs) for plan in plans)
+        assert {Room(16, True), Room(32, True)} < set(rooms) and {r.mixed for r in rooms} == {0, 1}
     assert set(runner.inputs.seqs) == set(traffic.lengths)
     assert len(runner.sampling) == len(traffic.lengths)
     for seq_id, blocks in traffic.blocks.items():
@@ -167,9 +191,10 @@ def test_rows_that_need_their_past_wait_for_it(
 
 
 def test_triton_attention_is_fed_what_it_wants(
-    make_gpu_runner: MakeGpu, make_cpu_runner: MakeCpu
+    make_gpu_runner: MakeGpu, make_cpu_runner: MakeCpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from octavo.attention.triton import TritonAttention
+    from octavo.ops.gpu import decode_attention
 
     new = [NewSeq(0, [1, 2, 3, 4, 5], GREEDY), NewSeq(1, [9, 8], GREEDY)]
     plans = [
@@ -179,8 +204,21 @@ def test_triton_attention_is_fed_what_it_wants(
         StepPlan(3, seqs=[seq(0, 7, 1)]),
     ]
     expected = tokens_of(one_by_one(make_cpu_runner(), plans))
-    runner = make_gpu_runner(graphs=True, attention=TritonAttention())
+    runner = make_gpu_runner(graphs=True, attention=TritonAttention(), max_num_seqs=4)
+    runner.workspace.partial.fill_(torch.nan)
+    rooms = watched(runner)
+    decode, zeroed = decode_attention.paged_decode, []
+
+    def noted(out: torch.Tensor, *rest: Any) -> None:
+        out.fill_(7.0)
+        decode(out, *rest)
+        zeroed.append((out == 0.0).flatten(1).all(dim=1).tolist())
+
+    monkeypatch.setattr(decode_attention, "paged_decode", noted)
     assert tokens_of(overlapped(runner, plans)) == expected
+    assert rooms == [Room(16, True), Room(16, True), Room(2, False), Room(1, False)]
+    # Beside one decode, its launch wrote zeros over the prompt's two rows: tiles came after it.
+    assert zeroed[2] == [False, True, True, True]
 
 
 def test_dynamic_rope_is_computed_for_each_step(
@@ -285,6 +323,47 @@ def test_padding_writes_nothing(make_gpu_runner: MakeGpu) -> None:
     assert torch.equal(runner.inputs.last_tokens[others], last[others])
 
 
+def test_padding_beside_prompts_writes_nothing(make_gpu_runner: MakeGpu) -> None:
+    """Two decodes and chunks of 3 and 6 tokens, filled up to 16: 11 slots of the pool change."""
+    runner = make_gpu_runner(graphs=True)
+    pool = runner.kv_store.data[:32].view(32, -1).view(torch.uint8)
+    new = [NewSeq(i, [3 + i] * (4 + 3 * (i == 3)), GREEDY) for i in range(4)]
+    first = [seq(i, 0, 4, (4 * i + 1,)) for i in range(2)]
+    runner.execute(StepPlan(0, new_seqs=new[:2], seqs=first))
+    rooms, before = watched(runner), pool.clone()
+    tables, last = runner.inputs.tables.clone(), runner.inputs.last_tokens.clone()
+    chunks = [seq(3, 0, 6, (13, 14), sample=False), seq(2, 0, 3, (9,), sample=False)]
+    plan = StepPlan(1, new_seqs=new[2:], seqs=[*chunks, seq(0, 4, 1, (2,)), seq(1, 4, 1, (6,))])
+    found = runner.execute(plan)
+    assert [result.seq_id for result in found.sampled] == [0, 1] and rooms == [Room(16, True)]
+    changed = (pool != before).view(32, -1, 4, 16 * 4).any(dim=3).any(dim=1)
+    written = [(b, s) for b, s in changed.nonzero().tolist()]
+    assert written == [
+        (2, 0), (6, 0), (9, 0), (9, 1), (9, 2), *((13, s) for s in range(4)), (14, 0), (14, 1)
+    ]  # fmt: skip
+    rows = [runner.inputs.seqs[i].row for i in range(4)]
+    others = [row for row in range(8) if row not in rows]
+    assert torch.equal(runner.inputs.tables[others], tables[others])
+    kept = [row for row in range(8) if row not in rows[:2]]
+    assert torch.equal(runner.inputs.last_tokens[kept], last[kept])
+
+
+def test_many_short_chunks_are_too_many_tiles_for_a_recorded_step(
+    make_gpu_runner: MakeGpu, make_cpu_runner: MakeCpu
+) -> None:
+    new = [NewSeq(i, [i, 2 * i, 7], GREEDY) for i in range(15)]
+    chunks = [seq(i, 0, 2, (i,), sample=False) for i in range(15)]
+    plans = [
+        StepPlan(0, new_seqs=new, seqs=chunks),
+        StepPlan(1, seqs=[seq(i, 2, 1) for i in range(8)]),
+    ]
+    expected = tokens_of(one_by_one(make_cpu_runner(max_num_seqs=16), plans))
+    runner = make_gpu_runner(graphs=True, max_num_seqs=16)
+    rooms = watched(runner)
+    assert tokens_of(overlapped(runner, plans)) == expected
+    assert rooms == [Room(8, False)]
+
+
 def test_more_changes_of_tables_than_a_step_takes(
     make_gpu_runner: MakeGpu, make_cpu_runner: MakeCpu
 ) -> None:
@@ -352,7 +431,7 @@ def test_a_failed_launch_leaves_tables_that_are_brought_up_to_date(
     expected = tokens_of([oracle.execute(plan).sampled for plan in plans])
     first = runner.launch(plans[0])
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_hidden", lambda *_: 1 / 0)
+        patch.setattr(runner._forward, "hidden", lambda *_: 1 / 0)
         for step in range(3):  # however many fail, the one under way keeps its answer
             new = [NewSeq(10 + step, [4, 5], WARM)] if step < 2 else plans[1].new_seqs
             seqs = [seq(new[0].seq_id, 0, 2, (9,))]
@@ -373,19 +452,47 @@ def test_a_lost_device_is_told_from_a_failed_step(
 
     runner = make_gpu_runner()
     plan = StepPlan(0, new_seqs=[NewSeq(0, [1], GREEDY)], seqs=[seq(0, 0, 1, (0,))])
-    runner.device = torch.device("cuda")
+    under_way = runner.launch(plan)
+    runner.device = runner._answers._answers[1].device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H200")
     broken = RuntimeError("CUDA error: an illegal memory access was encountered")
     monkeypatch.setattr(runner, "_launch", fail(broken))
     monkeypatch.setattr(torch.cuda, "synchronize", fail(broken))
     with pytest.raises(DeviceLostError, match=r"H200.*illegal memory access.*restart"):
         runner.launch(plan)
+    monkeypatch.setattr(Answer, "wait", fail(broken))
+    with pytest.raises(DeviceLostError, match=r"H200.*illegal memory access.*restart"):
+        under_way()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     with pytest.raises(RuntimeError, match="illegal"):
         runner.launch(plan)
     monkeypatch.setattr(runner, "_launch", fail(torch.OutOfMemoryError("no room")))
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         runner.launch(plan)
+
+
+def test_what_lies_on_a_lost_device_is_never_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Thing:
+        pass
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H200")
+    for is_lost in (False, True):
+        monkeypatch.setattr(torch.cuda, "synchronize", broken if is_lost else lambda _: None)
+        owner, draw = Thing(), Thing()
+        owners = weakref.ref(owner), weakref.ref(draw)
+
+        def step(half_made: Thing, owner: Thing) -> None:
+            with device_errors(torch.device("cuda"), owner):
+                broken(half_made)
+
+        with contextlib.suppress(RuntimeError, DeviceLostError):
+            step(draw, owner)
+        del owner, draw
+        gc.collect()
+        assert [held() is not None for held in owners] == [is_lost, is_lost]
 
 
 def test_maintenance_plans_and_times(make_gpu_runner: MakeGpu) -> None:
@@ -400,7 +507,8 @@ def test_measuring_leaves_nothing_behind(
     make_gpu_runner: MakeGpu, make_cpu_runner: MakeCpu
 ) -> None:
     runner = make_gpu_runner(graphs=True, max_num_seqs=2)
-    runner.profile_run()
+    transient = runner.profile_run()
+    assert (min(transient) > 0) == (runner.device.type == "cuda")
     runner.warm_up()
     assert not runner.inputs.seqs and not len(runner.sampling)
     traffic = Traffic(4, (WARM,), max_running=2)

@@ -13,9 +13,9 @@ from octavo.ops.gpu.inputs import prepare, take_tokens
 from octavo.plan import NewSeq, SeqPlan, StepPlan
 from octavo.request import SamplerParams
 from octavo.runner.gpu.cutting import Cutter, Shape
-from octavo.runner.gpu.graphs import graph_sizes
+from octavo.runner.gpu.graphs import graph_sizes, mixed_sizes
 from octavo.runner.gpu.inputs import GpuInputs
-from octavo.runner.gpu.layout import Layout, Sizes
+from octavo.runner.gpu.layout import Layout, Room, Sizes
 from octavo.runner.gpu.runner import _chunks
 from octavo.runner.gpu.staging import NUM_BUFFERS, Staging
 from octavo.runner.gpu.steps import scratch_step
@@ -87,6 +87,13 @@ def test_ladder_of_recorded_sizes(most: int) -> None:
     for low, high in pairwise(sizes):
         assert high - low <= max(8, low // 4)  # filled up by little
     assert len(graph_sizes(1024)) < 50
+
+
+@pytest.mark.parametrize("most", [1, 16, 17, 100, 512, 2000, 2048, 8192])
+def test_ladder_of_recorded_sizes_with_prompts(most: int) -> None:
+    sizes = mixed_sizes(most)
+    assert sizes == tuple(sorted(set(sizes))) and sizes[-1] == min(most, 2048)
+    assert len(sizes) <= 36 and all(high - low <= 64 for low, high in pairwise(sizes))
 
 
 def test_the_largest_step_has_few_long_prompts() -> None:
@@ -176,7 +183,7 @@ def test_a_recorded_step_is_filled_up_with_nothing(device: torch.device) -> None
     inputs.apply(StepPlan(0, new_seqs=new, seqs=seqs))
     step = inputs.describe(seqs)
     inputs._words.fill_(12345)
-    placed = inputs.upload(step, padded_to=6)
+    placed = inputs.upload(step, Room(6, mixed=False))
     inputs.prepare(placed)
     assert placed.token_ids.tolist() == [40, 41, 42, 0, 0, 0]
     assert placed.slot_mapping.tolist() == [4, 8, 12, -1, -1, -1]
@@ -185,6 +192,62 @@ def test_a_recorded_step_is_filled_up_with_nothing(device: torch.device) -> None
     assert placed.sample_rows.tolist()[3:] == [-1] * 3
     assert placed.table_rows.tolist()[3:] == [0] * 3
     assert all(item[0] == -1 for item in placed.work.decode_items.tolist()[3:])
-    again = inputs.upload(step, padded_to=6)
+    again = inputs.upload(step, Room(6, mixed=False))
     assert again.token_ids.data_ptr() == placed.token_ids.data_ptr()
     assert again.table_rows.data_ptr() == placed.table_rows.data_ptr()
+
+
+def test_a_recorded_step_with_prompts_is_filled_up_with_nothing(device: torch.device) -> None:
+    """One decode, and chunks of 5 and 2 tokens, in a room for 16 tokens of 4 sequences."""
+    shape = Shape(num_heads=4, num_kv_heads=2, head_dim=16, num_sms=4)
+    inputs = GpuInputs(4, 4, 32, 8, shape, device)
+    new = [NewSeq(i, [10 * i + k for k in range(8)], SamplerParams()) for i in range(3)]
+    tables = [(3, 6), (7, 1), (2,)]
+    seqs = [
+        SeqPlan(0, 0, 5, tables[0], None, True),
+        SeqPlan(1, 4, 1, tables[1], None, False),
+        SeqPlan(2, 0, 2, tables[2], None, True),
+    ]
+    inputs.apply(StepPlan(0, new_seqs=new, seqs=seqs))
+    step, room = inputs.describe(seqs), Room(16, mixed=True)
+    inputs._words.fill_(12345)
+    assert inputs.fits(step, room)
+    placed = inputs.upload(step, room)
+    inputs.prepare(placed)
+    assert placed.token_ids.tolist() == [14, 0, 1, 2, 3, 4, 20, 21] + [0] * 8
+    assert placed.positions.tolist() == [4, 0, 1, 2, 3, 4, 0, 1] + [0] * 8
+    assert placed.slot_mapping.tolist() == [4, 12, 13, 14, 15, 24, 8, 9] + [-1] * 8
+    assert placed.seq_lens.tolist() == [5, 5, 2, 0]
+    assert placed.query_start_loc.tolist() == [0, 1, 6, 8, 8]
+    rows = [inputs.seqs[i].row for i in (1, 0, 2)]
+    assert placed.table_rows.tolist() == [*rows, 0]
+    assert placed.last_rows.tolist()[:2] == [5, 7]
+    assert placed.sample_rows.tolist() == [*rows[1:], -1, -1]
+    of = placed.work
+    assert of.num_decodes == 4 and of.fresh_tiles is None and of.decode_lens is not None
+    assert of.decode_lens.tolist() == [5, 0, 0, 0]
+    num_items = len(of.decode_items)
+    assert num_items == work.max_decode_items(4, 2, 4)
+    assert of.decode_items.tolist() == [[0, 0, 5]] + [[-1] * 3] * (num_items - 1)
+    assert of.item_start.tolist() == [0, 1, 1, 1, 1]
+    assert of.prefill_tiles.tolist()[:2] == [[1, 0], [2, 0]]
+    assert set(of.prefill_tiles[2:, 0].tolist()) == {-1}
+
+
+def test_no_step_is_larger_than_the_buffers(device: torch.device) -> None:
+    for max_num_seqs, max_num_tokens, block_size in ((1, 1, 1), (40, 100, 1), (7, 2500, 16)):
+        for heads, head_dim in ((4, 64), (2, 16)):
+            shape = Shape(num_heads=heads, num_kv_heads=2, head_dim=head_dim, num_sms=4)
+            inputs = GpuInputs(block_size, max_num_seqs, max_num_tokens, 8, shape, device)
+            rooms = [Room(size, False) for size in graph_sizes(max_num_seqs)]
+            rooms += [Room(size, True) for size in mixed_sizes(max_num_tokens)]
+            for room in rooms:
+                layout = inputs._padded_places(room).layout
+                assert layout.num_words <= len(inputs._words)
+                assert layout.sizes.num_changes <= inputs._max_changes
+                if room.mixed:  # prompts of 32 tokens, and one long one
+                    for chunks in ([32] * (room.num_tokens // 32), [room.num_tokens]):
+                        chunks = chunks[:max_num_seqs]
+                        assert min(chunks, default=1) == 1 or inputs.fits(
+                            scratch_step(0, chunks), room
+                        )

@@ -30,8 +30,8 @@ def _gated_kernel(
     j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = j < width
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # it waits for this kernel, and so for the last
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     at = both + row * both_stride + j
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)

@@ -19,8 +19,8 @@ def _embedding_kernel(
     token = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # it waits for this kernel, and so for the last
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token_id = tl.load(token_ids + token).to(tl.int64)
     token_id = tl.minimum(tl.maximum(token_id, 0), vocab_size - 1)
     row = tl.load(table + token_id * width + k, mask=k < width, other=0.0)

@@ -171,7 +171,7 @@ def fresh_prefill(
         return
     if shape is None:
         many = num_kv_heads * len(tiles) > pdl.num_sms(query.device)
-        shape = replace(prefill_shape(head_dim, query.dtype, many), descriptors=True)
+        shape = replace(prefill_shape(group, head_dim, query.dtype, many), descriptors=True)
     pack = group if shape.pack else 1
     assert pack <= shape.rows
     key_desc, value_desc = (_descriptor(x, shape) for x in (key, value))

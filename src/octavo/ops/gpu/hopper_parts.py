@@ -35,7 +35,8 @@ def _clean(buffer, start, seq_len, TILE: gl.constexpr):
     NaN. 16 rows at a time, for a single warp has few registers."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     rows = gl.arange(0, 16, gl.SliceLayout(1, layout))
-    pieces = _view(buffer, TILE // 16, 16, buffer.layout)
+    shared: gl.constexpr = buffer.layout
+    pieces = _view(buffer, TILE // 16, 16, shared)
     for j in range(TILE // 16):
         if start + j * 16 + 16 > seq_len:
             piece = pieces.index(j)
@@ -96,10 +97,11 @@ def move(
     k0, k1, v0, v1 = buffers
     BOXES: gl.constexpr = TILE // BOX
     GROUPS: gl.constexpr = GROUP * NUM_KV_HEADS // PACK
-    k_low = _view(k0, STAGES * BOXES, BOX, k0.layout)
-    k_high = _view(k1, STAGES * BOXES, BOX, k0.layout)
-    v_low = _view(v0, STAGES * BOXES, BOX, k0.layout)
-    v_high = _view(v1, STAGES * BOXES, BOX, k0.layout)
+    shared: gl.constexpr = k0.layout  # as an argument it must be a constexpr first
+    k_low = _view(k0, STAGES * BOXES, BOX, shared)
+    k_high = _view(k1, STAGES * BOXES, BOX, shared)
+    v_low = _view(v0, STAGES * BOXES, BOX, shared)
+    v_high = _view(v1, STAGES * BOXES, BOX, shared)
     step, turn, tails = 0, 0, 0
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
         seq, first, chunk, chunk_len, seq_len = _item(
@@ -233,7 +235,8 @@ def compute(
     B: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     k_ready, k_empty, v_ready, v_empty, q_ready, q_empty, _tail = bars
     k0, k1, v0, v1 = buffers
-    flat_q = _view(queries, 8, 64, k0.layout)
+    shared: gl.constexpr = k0.layout
+    flat_q = _view(queries, 8, 64, shared)
     GROUPS: gl.constexpr = GROUP * NUM_KV_HEADS // PACK
     rows = PART * 64 + gl.arange(0, 64, gl.SliceLayout(1, B))
     dims = gl.arange(0, 64, gl.SliceLayout(0, B))

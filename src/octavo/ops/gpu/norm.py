@@ -21,8 +21,8 @@ def _rms_norm_kernel(
     inside = k < width
     scales = tl.load(weight + k, mask=inside, other=0.0)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # it waits for this kernel, and so for the last
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     value = tl.load(x + row * x_stride + k, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         at = residual + row * residual_stride + k

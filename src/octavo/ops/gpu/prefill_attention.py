@@ -304,7 +304,7 @@ def paged_prefill(
         return
     if shape is None:
         many = num_heads // group * len(tiles) > pdl.num_sms(query.device)
-        shape = prefill_shape(head_dim, query.dtype, many and kv_scales is None)
+        shape = prefill_shape(group, head_dim, query.dtype, many and kv_scales is None)
     descriptor = _descriptor(kv_cache, shape)
     pack = group if shape.pack else 1
     assert pack <= shape.rows
@@ -360,17 +360,21 @@ def _descriptor(kv_cache: Tensor, shape: PrefillShape) -> object:
     return TensorDescriptor.from_tensor(pool, [shape.tile, head_dim])
 
 
-def prefill_shape(head_dim: int, dtype: torch.dtype, many: bool) -> PrefillShape:
+def prefill_shape(group: int, head_dim: int, dtype: torch.dtype, many: bool) -> PrefillShape:
     """What was fastest on an H200, see `benchmarks/kernels/gpu_prefill_attention.py`.
 
     Where there are `many` programs, two on a multiprocessor hide each other's softmax and start,
-    though few registers make products wait; a program alone is faster with all registers. The
-    arithmetic is the same. `attention.work.prefill_tile_tokens` must fit the rows.
+    though few registers make products wait; a program alone is faster with all registers. Tiles
+    begin at multiples of one length, masked or not, so that a row's arithmetic depends neither on
+    that nor on how its prompt was cut. `attention.work.prefill_tile_tokens` must fit the rows.
     """
+    rows = 64 if head_dim <= 64 and group <= 64 else 128
     if dtype == torch.float32:
-        return PrefillShape(rows=128, tile=32, num_warps=8, num_stages=2)
+        return PrefillShape(rows, tile=32, num_warps=8, num_stages=2)
     if head_dim > 128:
-        return PrefillShape(rows=128, tile=64, num_warps=8, num_stages=2)
+        return PrefillShape(rows, tile=64, num_warps=8, num_stages=2)
+    if rows == 64:
+        return PrefillShape(rows, tile=64, num_warps=4, num_stages=2)
     if many:
-        return PrefillShape(rows=128, tile=64, num_warps=8, num_stages=2, max_registers=128)
-    return PrefillShape(rows=128, tile=64, num_warps=8, num_stages=3)
+        return PrefillShape(rows, tile=64, num_warps=8, num_stages=2, max_registers=128)
+    return PrefillShape(rows, tile=64, num_warps=8, num_stages=3)

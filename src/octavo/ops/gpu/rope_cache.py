@@ -110,8 +110,8 @@ def _rope_cache_kernel(
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # it waits for this kernel, and so for the last
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     query_groups = tl.cdiv(num_heads, BLOCK_H)
     kv_groups = tl.cdiv(num_kv_heads, BLOCK_H)
     angles = cos_sin + tl.load(rope_rows + token).to(tl.int64) * (2 * HALF)

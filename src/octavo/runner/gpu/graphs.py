@@ -1,7 +1,8 @@
 """Steps recorded as CUDA graphs, for a ladder of sizes each: decodes, and decodes beside prompts.
 
 A recorded step names fixed addresses only - inputs, workspace, pool, tables - and is replayed with
-whatever they hold. A step of fewer tokens than a size has is filled up with some that write nothing.
+whatever they hold. A step of fewer tokens than a size has is filled up with tokens that write
+nothing.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class StepGraphs:
         self._pool: Any = None
 
     def __len__(self) -> int:
-        return len(self._replays)
+        return sum(map(len, self._sizes.values()))
 
     def room_for(self, num_tokens: int, mixed: bool = False) -> Room | None:
         """The smallest recorded step that holds so many tokens; None: there is none."""
@@ -110,8 +111,8 @@ class StepGraphs:
                 self._record(rooms)
             else:
                 self._replays = {room: self._calls_of(room).step for room in rooms}
-        except BaseException:
-            self.clear()
+        except torch.OutOfMemoryError:
+            self.clear()  # not after other errors: on a lost device a graph must not be destroyed
             raise
         finally:
             progress.finish()

@@ -86,6 +86,8 @@ class PendingStep:
     step_id: int
     traffic: HostTraffic
     answer: Answer
+    runner: object
+    """Holds all there is on the device, this step included, for when that is lost."""
     computes: bool = False
     """Whether there was anything to compute."""
     seq_ids: list[int] = field(default_factory=list)
@@ -103,7 +105,7 @@ class PendingStep:
 
     def __call__(self) -> StepResult:
         """Wait. Raises `NumericsError` naming sequences, or `DeviceLostError`."""
-        with device_errors(self.answer.device):
+        with device_errors(self.answer.device, self.runner):
             self.answer.wait()
             seconds = self.answer.seconds() if self.computes else 0.0
         tokens, logprobs = self._drawn()

@@ -7,34 +7,39 @@ interpreter.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from octavo.attention.base import ForwardContext
 from octavo.layers.workspace import Workspace
 from octavo.models.decoder import Decoder
+from octavo.ops.gpu import pdl
 from octavo.ops.gpu.inputs import take_tokens
 from octavo.ops.gpu.sampling import argmax_into
 from octavo.plan import SeqPlan, StepPlan, StepResult
 from octavo.request import SamplerParams
 from octavo.runner.base import RunnerBase, check_finite
-from octavo.runner.gpu.cutting import Shape
 from octavo.runner.gpu.failure import device_errors
-from octavo.runner.gpu.graphs import Captured, DecodeGraphs, Run, graph_sizes
+from octavo.runner.gpu.forward import Forward, attention_shape
+from octavo.runner.gpu.graphs import Calls, Captured, StepGraphs, graph_sizes, mixed_sizes
 from octavo.runner.gpu.inputs import GpuInputs
+from octavo.runner.gpu.layout import Room
 from octavo.runner.gpu.pending import Answer, Answers, PendingStep
-from octavo.runner.gpu.steps import NO_STEP, DeviceStep, HostStep, scratch_step
+from octavo.runner.gpu.staging import NUM_BUFFERS
+from octavo.runner.gpu.steps import NO_STEP, HostStep, scratch_step
 from octavo.runner.kv_store import KVStore
 from octavo.sampling.batch import SeqSampling
 from octavo.sampling.device import DeviceSampler
 from octavo.sampling.sampler import Sampled
 from octavo.weights.progress import Progress
 
-_FIRST_STEPS = ((0, [24]), (0, [64]), (0, [500]), (1, [100]), (4, [24, 24]))
+_FIRST_STEPS = ((1, [100]), (0, [24]), (0, [64]), (0, [500]), (4, [24, 24]))
 """Decodes, and lengths of prompts."""
+_FIRST_EAGER_STEPS = 2
+"""Of them, those that serve where the others' kernels are compiled for recorded steps already."""
 _ALL_AT_ONCE = SamplerParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, num_logprobs=1)
 """Takes every way that needs memory."""
 
@@ -50,10 +55,19 @@ class _Group(NamedTuple):
     """(Place, sequence) of those for which it matters what was drawn."""
 
 
+class Transient(NamedTuple):
+    """Memory that the largest step takes while it runs, beside all buffers; 0 on a CPU."""
+
+    forward_bytes: int
+    """Until its logits are there."""
+    sampling_bytes: int
+    """After that, when the first is free again."""
+
+
 class GpuRunner(RunnerBase):
     """Model, KV pool, buffers and per-sequence state on a GPU.
 
-    Sizes as in `Runner`. graphs: whether `capture` records decode steps, as far as the model's
+    Sizes as in `Runner`. graphs: whether `capture` records steps, as far as the model's
     parts allow it; num_sms: multiprocessors, of the device by default.
     """
 
@@ -75,7 +89,7 @@ class GpuRunner(RunnerBase):
             max_num_seqs,
             max_num_tokens,
             max_blocks_per_seq,
-            _shape(model, num_sms),
+            attention_shape(model, num_sms or pdl.num_sms(device)),
             device,
             with_prompt_lens=model.rotary.is_dynamic,
         )
@@ -85,11 +99,14 @@ class GpuRunner(RunnerBase):
         self._longest = min(self.inputs.max_seq_tokens, model.rotary.max_position)
         # Dynamic rope makes its rows anew each step, somewhere else.
         self._can_record = graphs and attention.capturable and not model.rotary.is_dynamic
-        self.graphs = DecodeGraphs(device, self._decode_of)
+        self._forward = Forward(model, kv_store, self.inputs, workspace)
+        self.graphs = StepGraphs(device, self._calls_of)
         max_rows = len(workspace.logits)
         self.sampler = DeviceSampler(model.arch.vocab_size, max_rows, device)
         self._group = _Group([], [], True, [])
         self._answers = Answers(max_num_seqs, device)
+        self._latest: deque[PendingStep] = deque(maxlen=NUM_BUFFERS)
+        """Steps that may be under way: kept if the device is lost."""
         self._tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._finite = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._answer = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
@@ -109,7 +126,7 @@ class GpuRunner(RunnerBase):
         """
         answer = self._answers.next()
         try:
-            with device_errors(self.device):
+            with device_errors(self.device, self):
                 return self._launch(plan, answer)
         except BaseException:
             self.inputs.step_failed()
@@ -118,7 +135,8 @@ class GpuRunner(RunnerBase):
 
     def _launch(self, plan: StepPlan, answer: Answer) -> PendingStep:
         traffic = self._apply(plan)
-        pending = PendingStep(plan.step_id, traffic, answer)
+        pending = PendingStep(plan.step_id, traffic, answer, self)
+        self._latest.append(pending)
         if plan.seqs:
             answer.begin()
             pending.computes = True
@@ -134,24 +152,32 @@ class GpuRunner(RunnerBase):
     ) -> tuple[Tensor, Tensor]:
         """([num sampled, vocab_size] logits, their sequences' rows of the tables), with each one's
         best token in its place."""
-        num_rows = len(step.seq_ids)
-        size = self.graphs.size_for(num_rows) if step.only_decodes else None
-        if size is not None:
-            placed = self.inputs.upload(step, padded_to=size)
-            self.graphs.replay(size)
-            return self.workspace.logits[:num_rows], placed.sample_rows[:num_rows]
-        placed = self.inputs.upload(step)
-        hidden = self._hidden(step, placed)
+        num_rows, room = len(step.seq_ids), self._room_for(step)
+        placed = self.inputs.upload(step, room)
+        rows = placed.sample_rows[:num_rows]
+        if room is None:
+            hidden = self._forward.hidden(step, placed)
+        else:
+            self.graphs.replay(room)
+            if not room.mixed:
+                return self.workspace.logits[:num_rows], rows
+            hidden = self.workspace.hidden[: room.num_tokens]
         if self._num_prompt_logprobs:
             pending.prompt_logprobs = self._prompt_logprobs(_in_batch_order(plan.seqs), hidden)
         if num_rows:
-            last = hidden if step.only_decodes else hidden.index_select(0, placed.last_rows)
-            self._best(self.model.logits(last, self.workspace), placed.sample_rows)
-        return self.workspace.logits[:num_rows], placed.sample_rows
+            last = hidden
+            if not step.only_decodes:
+                last = hidden.index_select(0, placed.last_rows[:num_rows])
+            self._best(self.model.logits(last, self.workspace), rows)
+        return self.workspace.logits[:num_rows], rows
 
-    def _hidden(self, step: HostStep | None, placed: DeviceStep) -> Tensor:
-        self.inputs.prepare(placed)
-        return self.model.forward(placed.token_ids, self._context(step, placed))
+    def _room_for(self, step: HostStep) -> Room | None:
+        """The recorded step that computes it; None: it is launched kernel by kernel."""
+        mixed = not step.only_decodes
+        room = self.graphs.room_for(len(step.token_ids), mixed)
+        if room is None or (mixed and not self.inputs.fits(step, room)):
+            return None
+        return room
 
     def _best(self, logits: Tensor, rows: Tensor) -> None:
         num_rows = len(logits)
@@ -161,27 +187,6 @@ class GpuRunner(RunnerBase):
 
     def _take(self, tokens: Tensor, finite: Tensor, rows: Tensor) -> None:
         take_tokens(tokens, finite, rows, self.inputs.last_tokens, self._answer[: len(rows)])
-
-    def _context(self, step: HostStep | None, placed: DeviceStep) -> ForwardContext:
-        rotary, rope_rows = self.model.rotary, placed.positions
-        cos_sin = rotary.table
-        if rotary.is_dynamic and step is not None:
-            positions, prompt_lens = step.rope_inputs()
-            cos_sin, rope_rows = rotary.rows(positions, prompt_lens)
-            rope_rows = rope_rows.to(self.device)
-        return ForwardContext(
-            kv_cache=self.kv_store.data,
-            block_tables=self.inputs.tables,
-            seq_lens=placed.seq_lens,
-            query_start_loc=placed.query_start_loc,
-            slot_mapping=placed.slot_mapping,
-            rope_rows=rope_rows,
-            cos_sin=cos_sin,
-            workspace=self.workspace,
-            kv_scales=self.kv_store.scales,
-            table_rows=placed.table_rows,
-            work=placed.work,
-        )
 
     # -- sampling
 
@@ -236,43 +241,69 @@ class GpuRunner(RunnerBase):
     # -- recorded steps
 
     def capture(self, progress: Progress | None = None) -> Captured:
-        """Record decode steps of all sizes, unless that is off; before or between requests.
+        """Record steps of all sizes, unless that is off; before or between requests.
 
         Recorded steps name the addresses of inputs, workspace and pool, and outlive a change of the
         pool's size as long as its address stays.
         """
         sizes = graph_sizes(self.max_num_seqs) if self._can_record else ()
-        with torch.inference_mode(), device_errors(self.device):
-            return self.graphs.capture(sizes, progress)
+        mixed = mixed_sizes(self.max_num_tokens) if self._can_record else ()
+        with torch.inference_mode(), device_errors(self.device, self):
+            return self.graphs.capture(sizes, mixed, progress)
 
-    def _decode_of(self, size: int) -> Run:
-        """The calls of a step in which `size` sequences decode, on fixed addresses."""
-        placed = self.inputs.upload(NO_STEP, padded_to=size)
+    def _calls_of(self, room: Room) -> Calls:
+        """The calls of a step on fixed addresses: all of one of decodes but the sampling. Of a
+        mixed one, where other rows sample each time, up to the last layer."""
+        placed = self.inputs.upload(NO_STEP, room)
 
-        def run() -> None:
-            hidden = self._hidden(None, placed)
-            self._best(self.model.logits(hidden, self.workspace), placed.sample_rows)
+        def finish(hidden: Tensor) -> None:
+            assert hidden.data_ptr() == self.workspace.hidden.data_ptr()
+            if not room.mixed:
+                self._best(self.model.logits(hidden, self.workspace), placed.sample_rows)
 
-        return run
+        return Calls(
+            prepare=lambda: finish(self._forward.each_kind(placed)),
+            step=lambda: finish(self._forward.hidden(None, placed)),
+        )
 
     def resize_pool(self, num_blocks: int) -> None:
-        """See `RunnerBase.resize_pool`; decode steps are recorded anew if the pool had to move."""
-        if self.kv_store.resize(num_blocks) and len(self.graphs):
+        """See `RunnerBase.resize_pool`; steps are recorded anew if the pool had to move."""
+        with device_errors(self.device, self):
+            moved = self.kv_store.resize(num_blocks)
+        if moved and len(self.graphs):
             self.capture()
 
     # -- measuring and compiling
 
-    def profile_run(self) -> None:
+    def profile_run(self) -> Transient:
         """A step of the most tokens and sequences, and the most that sampling takes: its memory is
         the peak. Only while there are no sequences; leaves nothing behind but compiled kernels."""
         num_seqs = min(self.max_num_seqs, self.max_num_tokens)
         chunks = _chunks(self.max_num_tokens - num_seqs, num_seqs, self._longest)
-        self._scratch_step(num_seqs - len(chunks), chunks, sample=True)
+        self._forget_peak()
+        logits, seq_ids = self._scratch_step(num_seqs - len(chunks), chunks)
+        forward_bytes = self._given_back()
+        self._forget_peak()
+        self._scratch_sampling(logits, seq_ids)
+        return Transient(forward_bytes, self._given_back())
+
+    def _forget_peak(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def _given_back(self) -> int:
+        """Memory that was in use since `_forget_peak`, and is not now."""
+        if self.device.type != "cuda":
+            return 0
+        stats = torch.cuda.memory_stats(self.device)
+        peak, held = (int(stats[f"allocated_bytes.all.{which}"]) for which in ("peak", "current"))
+        return peak - held
 
     def warm_up(self) -> None:
         """Run steps like those that a user meets first, so that their kernels are compiled; as
         `profile_run`."""
-        for num_decodes, chunks in _FIRST_STEPS:
+        steps = _FIRST_STEPS[: _FIRST_EAGER_STEPS if len(self.graphs) else None]
+        for num_decodes, chunks in steps:
             num_tokens = num_decodes + sum(chunks)
             fits = num_tokens <= self.max_num_tokens and max(chunks) <= self._longest
             if fits and num_decodes + len(chunks) <= self.max_num_seqs:
@@ -283,24 +314,33 @@ class GpuRunner(RunnerBase):
                     self._scratch_step(num_decodes, [])
 
     @torch.inference_mode()
-    def _scratch_step(self, num_decodes: int, chunks: list[int], sample: bool = False) -> None:
+    def _scratch_step(self, num_decodes: int, chunks: list[int]) -> tuple[Tensor, list[int]]:
+        """(Logits in the workspace, their sequences, which do not exist)."""
         self.inputs.clear_tables()
         step = scratch_step(num_decodes, chunks)
-        with device_errors(self.device):
+        with device_errors(self.device, self):
             placed = self.inputs.upload(step)
-            hidden = self._hidden(step, placed)
+            hidden = self._forward.hidden(step, placed)
             last = hidden.index_select(0, placed.last_rows)
             logits = self.model.logits(last, self.workspace)
             self._best(logits, placed.sample_rows)
-            if sample:
-                for seq_id in step.seq_ids:
-                    self.sampling.add(seq_id, _ALL_AT_ONCE, [0])
-                self.sampler.launch(logits.nan_to_num_(), step.seq_ids, self.sampling)
-                for seq_id in step.seq_ids:
-                    self.sampling.forget(seq_id)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            self._wait()
         self.inputs.clear_tables()
+        return logits, step.seq_ids
+
+    @torch.inference_mode()
+    def _scratch_sampling(self, logits: Tensor, seq_ids: list[int]) -> None:
+        with device_errors(self.device, self):
+            for seq_id in seq_ids:
+                self.sampling.add(seq_id, _ALL_AT_ONCE, [0])
+            self.sampler.launch(logits.nan_to_num_(), seq_ids, self.sampling)
+            for seq_id in seq_ids:
+                self.sampling.forget(seq_id)
+            self._wait()
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Tensor:
@@ -308,30 +348,13 @@ class GpuRunner(RunnerBase):
         order; for tests."""
         self._apply(plan)
         step = self.inputs.describe(plan.seqs)
-        hidden = self._hidden(step, self.inputs.upload(step))
+        hidden = self._forward.hidden(step, self.inputs.upload(step))
         of: dict[int, Tensor] = {}
         first = 0
         for seq in _in_batch_order(plan.seqs):
             of[seq.seq_id] = hidden[first : first + seq.num_tokens]
             first += seq.num_tokens
         return torch.cat([of[seq.seq_id] for seq in plan.seqs])
-
-
-def _shape(model: Decoder, num_sms: int | None) -> Shape:
-    arch, attention = model.arch, model.layers[0].attention
-    windows = [layer.window for layer in model.layers]
-    if num_sms is None:
-        num_sms = 1
-        if model.device.type == "cuda":
-            num_sms = torch.cuda.get_device_properties(model.device).multi_processor_count
-    return Shape(
-        arch.num_heads,
-        arch.num_kv_heads,
-        arch.head_dim,
-        num_sms,
-        max(windows) if all(windows) else 0,
-        getattr(attention, "fresh_tokens", 0),
-    )
 
 
 def _in_batch_order(seqs: list[SeqPlan]) -> list[SeqPlan]:

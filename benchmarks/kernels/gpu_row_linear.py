@@ -1,8 +1,8 @@
-"""A decoder layer's matrix products at small batches: octavo's streaming kernels beside cuBLAS.
+"""A decoder layer's matrix products of one row: octavo's streaming kernels beside cuBLAS.
 
-    python benchmarks/kernels/gpu_linear.py [--model llama8b|smollm2-135m] [--rows 1 2 4 8 16 32]
+    python benchmarks/kernels/gpu_row_linear.py [--model llama8b|smollm2-135m]
 
-Each chain is norm + QKV, attention output + residual, norm + gate and up + silu, down + residual,
+A chain is norm + QKV, attention output + residual, norm + gate and up + silu, down + residual,
 of so many layers that no weight stays in the L2 cache, in one CUDA graph. First the results are
 compared with float64 on random data; then microseconds a layer, TB/s of weights read, and the
 largest error are printed.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from octavo.ops import reference
 from octavo.ops.gpu import activation, norm
-from octavo.ops.gpu.linear import skinny_gated, skinny_linear
+from octavo.ops.gpu.row_linear import row_gated, row_linear
 
 EPS = 1e-5
 SHAPES = {  # (hidden, rows of QKV, intermediate, layers)
@@ -31,7 +31,7 @@ SHAPES = {  # (hidden, rows of QKV, intermediate, layers)
 class Layers:
     """Random weights of some layers, and the buffers of one step."""
 
-    def __init__(self, shape: tuple[int, int, int, int], num_rows: int) -> None:
+    def __init__(self, shape: tuple[int, int, int, int]) -> None:
         hidden, qkv, inter, self.num_layers = shape
 
         def weights(rows: int, width: int) -> list[Tensor]:
@@ -41,14 +41,14 @@ class Layers:
                 for _ in range(self.num_layers)
             ]
 
-        def rows(width: int) -> Tensor:
-            return torch.randn((num_rows, width), device="cuda", dtype=torch.bfloat16)
+        def row(width: int) -> Tensor:
+            return torch.randn((1, width), device="cuda", dtype=torch.bfloat16)
 
         self.w_qkv, self.w_out = weights(qkv, hidden), weights(hidden, hidden)
         self.w_gate_up, self.w_down = weights(2 * inter, hidden), weights(hidden, inter)
         self.norm = (torch.rand(hidden, device="cuda") + 0.5).bfloat16()
-        self.x, self.attended, self.normed = rows(hidden), rows(hidden), rows(hidden)
-        self.qkv, self.both, self.gated = rows(qkv), rows(2 * inter), rows(inter)
+        self.x, self.attended, self.normed = row(hidden), row(hidden), row(hidden)
+        self.qkv, self.both, self.gated = row(qkv), row(2 * inter), row(inter)
         self.num_bytes = 2 * sum(
             w[0].numel() for w in (self.w_qkv, self.w_out, self.w_gate_up, self.w_down)
         )
@@ -63,12 +63,12 @@ class Layers:
         activation.silu_and_mul(self.both, self.gated)
         self.x.addmm_(self.gated, self.w_down[i].t())
 
-    def skinny(self, i: int) -> None:
+    def octavo(self, i: int) -> None:
         """One layer by octavo's kernels."""
-        skinny_linear(self.x, self.w_qkv[i], self.qkv, norm_weight=self.norm, eps=EPS)
-        skinny_linear(self.attended, self.w_out[i], self.x, residual=True)
-        skinny_gated(self.x, self.w_gate_up[i], self.gated, norm_weight=self.norm, eps=EPS)
-        skinny_linear(self.gated, self.w_down[i], self.x, residual=True)
+        row_linear(self.x, self.w_qkv[i], self.qkv, norm_weight=self.norm, eps=EPS)
+        row_linear(self.attended, self.w_out[i], self.x, residual=True)
+        row_gated(self.x, self.w_gate_up[i], self.gated, norm_weight=self.norm, eps=EPS)
+        row_linear(self.gated, self.w_down[i], self.x, residual=True)
 
     def error(self) -> float:
         """||x - expected|| / ||expected|| after one layer, the change of the residual alone."""
@@ -77,7 +77,7 @@ class Layers:
         h = reference.rms_norm(out.bfloat16(), self.norm, EPS).double()
         gated = reference.silu_and_mul(h @ self.w_gate_up[0].double().t())
         expected = out + gated @ self.w_down[0].double().t()
-        self.skinny(0)
+        self.octavo(0)
         return float((self.x.double() - expected).norm() / (expected - before).norm())
 
 
@@ -103,19 +103,16 @@ def layer_us(layers: Layers, call: Callable[[int], None]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", choices=SHAPES, default="llama8b")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     args = parser.parse_args()
     torch.manual_seed(0)
-    for num_rows in args.rows:
-        layers = Layers(SHAPES[args.model], num_rows)
-        error = layers.error()
-        assert error < 1e-2, f"wrong results: relative error {error}"
-        line = f"{args.model} rows {num_rows:3d}: "
-        for name, call in (("cuBLAS", layers.cublas), ("octavo", layers.skinny)):
-            layers.x.normal_()
-            us = layer_us(layers, call)
-            line += f"{name} {us:7.2f} us a layer, {layers.num_bytes / us / 1e6:5.2f} TB/s; "
-        print(f"{line}error {error:.1e}", flush=True)
+    layers = Layers(SHAPES[args.model])
+    error = layers.error()
+    assert error < 1e-2, f"wrong results: relative error {error}"
+    print(f"{args.model}, one row: relative error {error:.1e}")
+    for name, call in (("cuBLAS", layers.cublas), ("octavo", layers.octavo)):
+        layers.x.normal_()
+        us = layer_us(layers, call)
+        print(f"{name} {us:7.2f} us a layer, {layers.num_bytes / us / 1e6:5.2f} TB/s", flush=True)
 
 
 if __name__ == "__main__":
