@@ -1,6 +1,7 @@
 # octavo's everyday commands; `make` alone lists them.
 #
 #   PYTHON    the Python that makes .venv (3.11 or newer)
+#   JOBS      test files that run at a time (0: all in one process)
 #   PIP_ARGS  more arguments for every pip install, such as --index-url or --proxy
 
 PYTHON   ?= python3
@@ -13,6 +14,7 @@ BIN      := $(VENV)/bin
 PIP      := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 INPUTS   := pyproject.toml setup.py constraints.txt
 TEST_CASE ?= tests
+JOBS     ?= 2
 GPU_TESTS ?= tests/gpu tests/ops/gpu tests/runner tests/sampling tests/models tests/engine
 
 .DEFAULT_GOAL := help
@@ -52,7 +54,7 @@ chat: $(VENV)/.installed  ## talk with the default model
 	@$(BIN)/octavo chat $(ARGS)
 
 test: $(VENV)/.installed-test  ## install what the tests need and run them; ARGS="-k name"
-	$(BIN)/python -m pytest $(TEST_CASE) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TEST_CASE) $(ARGS)
 
 test-gpu: $(VENV)/.installed-test  ## run on an NVIDIA GPU the tests that it makes a difference to
 	OCTAVO_TEST_DEVICE=cuda $(BIN)/python -m pytest $(GPU_TESTS) $(ARGS)

@@ -178,8 +178,8 @@ def main() -> None:
         different = soak.num_different()
         print(
             f"{soak.num_steps:,} steps, {soak.num_added:,} requests, {soak.num_ended:,} ended, "
-            f"{soak.num_aborted:,} aborted, {soak.num_tokens:,} tokens, {soak.num_resizes} resizes, "
-            f"{report.num_preemptions:,} preemptions\n"
+            f"{soak.num_aborted:,} aborted, {soak.num_tokens:,} tokens, "
+            f"{soak.num_resizes} resizes, {report.num_preemptions:,} preemptions\n"
             f"drained: nothing held, free + cached = {report.ledger.num_blocks:,} blocks\n"
             f"device memory after a quarter and at the end: {early:,} and {late:,} B\n"
             f"greedy answers that differ when asked again alone: {different} of {len(soak.greedy)}"

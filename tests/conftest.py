@@ -18,6 +18,10 @@ if os.environ.get("OCTAVO_TEST_DEVICE", "cpu") == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # A process for each core: more threads in each would only wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 settings.register_profile(
     "octavo",
     derandomize=True,

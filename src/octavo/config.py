@@ -100,8 +100,8 @@ class EngineConfig:
     one with the largest priority number."""
     swap_space: float | None = None
     """GiB of host memory for preempted sequences and evicted cached blocks; by default a quarter
-    of what is left beside the KV pool, at most 4 and at most four times the pool. 0 turns it
-    off."""
+    of what is left beside the KV pool (on a GPU: of free host memory), at most 4 and at most four
+    times the pool. 0 turns it off."""
     kv_disk_dir: str | None = None
     """Folder for cached blocks that host memory has no room for; they survive a restart."""
     kv_disk_bytes: int = _DISK_BYTES
@@ -115,7 +115,9 @@ class EngineConfig:
     or the CPU's recorded calls): slower, with less memory."""
     async_scheduling: bool | None = None
     """Plan and launch a step before the tokens of the one before have reached the host; by default
-    on a GPU only. Tokens are the same; a stop is noticed one step late."""
+    on a GPU only. Tokens are the same; a stop is noticed one step late. Beams, and samples with
+    penalties or bad words of several tokens, must know each token first: beside others they run in
+    every second step, and an engine that has none but them does not overlap."""
     seed: int = 0
     """Source of the seeds of requests that bring none, and of dummy weights."""
     load_format: LoadFormat = "auto"
@@ -183,20 +185,24 @@ class EngineConfig:
             raise ConfigError(
                 f"gpu_memory_utilization must be a share above 0 and at most 1, got {share!r}"
             )
-        if self.async_scheduling not in (None, True, False):
+        if not isinstance(self.async_scheduling, bool | None):
             raise ConfigError(
                 f"async_scheduling must be True, False or None, got {self.async_scheduling!r}"
             )
-        if self.device == "cpu":
-            for name, is_set in (
-                ("kv_cache_dtype", self.kv_cache_dtype != "auto"),
-                ("gpu_memory_utilization", share != GPU_MEMORY_UTILIZATION),
-            ):
-                if is_set:
-                    raise ConfigError(
-                        f"{name}={getattr(self, name)!r} needs a GPU and device is 'cpu': leave "
-                        f"{flag_name(name)} or --device out"
-                    )
+        name = self.needs_gpu
+        if self.device == "cpu" and name is not None:
+            raise ConfigError(
+                f"{name}={getattr(self, name)!r} needs a GPU and device is 'cpu': leave "
+                f"{flag_name(name)} or --device out"
+            )
+
+    @property
+    def needs_gpu(self) -> str | None:
+        """A field that was set and has no effect on a CPU."""
+        if self.kv_cache_dtype != "auto":
+            return "kv_cache_dtype"
+        is_given = self.gpu_memory_utilization != GPU_MEMORY_UTILIZATION
+        return "gpu_memory_utilization" if is_given else None
 
     def _check_tiers(self) -> None:
         space = self.swap_space

@@ -62,16 +62,11 @@ class _CutWhenRead(_MadeWhenRead):
     _num_logprobs: int
 
     def _make(self, name: str) -> Any:
-        value: Any
         if name == "token_ids":
-            value = self._all_token_ids[: self._num_tokens]
-            del self._all_token_ids
-        elif name == "logprobs":
-            value = self._all_logprobs[: self._num_logprobs]
-            del self._all_logprobs
-        else:
-            value = super()._make(name)
-        return value
+            return self._all_token_ids[: self._num_tokens]
+        if name == "logprobs":
+            return self._all_logprobs[: self._num_logprobs]
+        return super()._make(name)
 
 
 class _PromptWhenRead(_MadeWhenRead):

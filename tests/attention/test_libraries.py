@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 import types
+import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -152,6 +154,12 @@ def test_flashinfer_plans_a_step_once(
         found = expected(context, query, layer, window)
         torch.testing.assert_close(out.double(), found, atol=1e-5, rtol=0)
     assert StandInWrapper.num_plans == 2, "once for each window"
+    again = replace(context)
+    backend.attend(query, 0, DIM**-0.5, 0, again, out)
+    assert StandInWrapper.num_plans == 3, "another step"
+    gone = weakref.ref(again)
+    del again
+    assert gone() is None, "the backend holds the step, and with it the pool"
 
 
 def test_what_is_missing_is_said() -> None:

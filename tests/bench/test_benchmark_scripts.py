@@ -225,3 +225,11 @@ def test_policies_one_at_a_time(
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [r["policy"] for r in found["rounds"]] == ["paged", "orca-max"]
     assert found["paged_over"]["orca-max"]["batch"]["median"] > 1
+
+
+@pytest.mark.parametrize("kind", ["final", "stream", "stream+read", "delta"])
+def test_host_path_measures_steps_in_which_all_decode(kind: str) -> None:
+    for host_path in load("host_path"):
+        figures = host_path.measure(kind, 3, 24, None)
+        assert all(figures[part] > 0 for part in ("schedule", "update", "outputs", "rest"))
+        assert host_path.measure_adding(4, None)["add_us"] > 0

@@ -15,6 +15,10 @@ from octavo import LLM, EngineConfig, EngineEvent, EventKind, SamplingParams
 from octavo.errors import ConfigError, RequestCapacityError
 from octavo.ops.cpu import gemm, native
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="what these options do on a CPU; tests/gpu has the GPU's"
+)
+
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "num_gpu_blocks_override": 64, "max_num_seqs": 8, "num_threads": 1,
 }  # fmt: skip
@@ -241,8 +245,20 @@ NEEDS_A_GPU: dict[str, Any] = {
 def test_what_needs_a_gpu_is_refused_without_one(name: str, blank_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(ConfigError, match=f"{name}.* needs a|{name} .*needs a"):
-        LLM(str(blank_path), **OPTIONS, **{name: NEEDS_A_GPU[name]})
+    value, flag = NEEDS_A_GPU[name], "--" + name.replace("_", "-")
+    way_out = "use --device cpu" if name == "device" else f"leave {flag} out"
+    says = f"^{name}={value!r} needs an NVIDIA GPU .* it found none .*: {way_out}$"
+    with pytest.raises(ConfigError, match=says):
+        LLM(str(blank_path), **OPTIONS, **{name: value})
+    if name != "device":
+        with pytest.raises(ConfigError, match=rf"device is 'cpu': leave {flag} or --device out"):
+            EngineConfig(device="cpu", **{name: value})
+
+
+@pytest.mark.parametrize("value", [0, 1, 0.0, 1.0, "on"])
+def test_overlap_is_on_off_or_none(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"async_scheduling must be True, False or None"):
+        EngineConfig(async_scheduling=value)
 
 
 @pytest.mark.parametrize("name", ["triton", "fa3", "flashinfer"])
@@ -256,5 +272,5 @@ def test_attention_backends_for_gpus(name: str, blank_path: Path) -> None:
 def test_float16_needs_a_gpu(blank_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(ConfigError, match="float16.* needs a GPU"):
+    with pytest.raises(ConfigError, match=r"float16.* needs a GPU"):
         LLM(str(blank_path), **OPTIONS | {"dtype": "float16"})

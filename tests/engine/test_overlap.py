@@ -17,7 +17,7 @@ from test_matrix import COMMON, crowd, run
 
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.engine.output import OutputKind
-from octavo.errors import DeviceLostError, EngineDeadError, StepFailedError
+from octavo.errors import DeviceLostError, EngineDeadError, InvalidRequestError, StepFailedError
 from octavo.events import EventKind
 from octavo.lab.replay import replay
 from octavo.lab.replay_workload import RecordedWorkload
@@ -360,12 +360,78 @@ def test_a_failure_while_the_runner_gets_quiet_is_told_by_the_next_step(
 
         device.on_wait = fail
         llm.reset_prefix_cache()
-        assert engine.has_unfinished()
+        assert engine.has_unfinished() and engine.has("a")
+        with pytest.raises(InvalidRequestError, match="end was not told yet"):
+            engine.add("a", [4, 5, 6], GREEDY)
         with pytest.raises(StepFailedError, match="no answer") as caught:
             engine.step()
         assert caught.value.request_ids == ["a"] and not engine.has("a")
         assert not engine.has_unfinished()
         assert_drained(llm)
+
+
+def test_an_abort_takes_back_a_failure_that_was_not_told(tiny_model_path: Path) -> None:
+    with open_llm(tiny_model_path) as llm:
+        expected = tokens(llm, [[4, 5, 6]])
+        device = LateDevice(llm)
+        engine = llm._engine.engine
+        engine.add("a", [1, 2, 3], GREEDY)
+        engine.add("b", [2, 2, 3], GREEDY)
+        engine.step()
+
+        def fail(plan: StepPlan) -> None:
+            device.on_wait = lambda plan: None
+            raise RuntimeError("no answer")
+
+        device.on_wait = fail
+        llm.reset_prefix_cache()
+        assert engine.abort("a") and not engine.has("a") and not engine.abort("a")
+        with pytest.raises(StepFailedError) as caught:
+            engine.step()
+        assert caught.value.request_ids == ["b"]
+        assert tokens(llm, [[4, 5, 6]]) == expected
+        assert_drained(llm)
+
+
+def test_a_shrink_whose_step_fails_leaves_one_size(tiny_model_path: Path) -> None:
+    with open_llm(tiny_model_path) as llm:
+        device = LateDevice(llm)
+
+        def fail(plan: StepPlan) -> None:
+            device.on_wait = lambda plan: None
+            raise RuntimeError("no answer")
+
+        device.on_wait = fail
+        per_block = llm.memory_report().plan.bytes_per_block
+        assert llm.resize_kv_cache(30 * per_block) == 30 * per_block
+        report = llm.memory_report()
+        assert report.plan.num_blocks == report.ledger.num_blocks == 30
+        assert llm.config.num_gpu_blocks_override == 30
+        assert llm._engine.engine.core._launch is not None
+        assert tokens(llm, "goes on")
+        assert_drained(llm)
+
+
+def test_a_second_interrupt_while_the_first_is_worked_off_ends_the_engine(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_llm(tiny_model_path) as llm:
+        device = LateDevice(llm)
+        stream = llm.stream("streaming", GREEDY)
+        next(stream)
+
+        def interrupt(*_: object) -> None:
+            device.on_wait = lambda plan: None
+            raise KeyboardInterrupt
+
+        device.on_wait = interrupt
+        monkeypatch.setattr(llm._engine.engine.core.scheduler, "request_ids_in", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("a", GREEDY, use_tqdm=False)
+        for call in (lambda: next(stream), lambda: llm.generate("a", GREEDY, use_tqdm=False)):
+            with pytest.raises(EngineDeadError, match="interrupted"):
+                call()
+    assert not device.under_way
 
 
 def test_news_of_the_quiet_is_not_the_next_requests_of_that_id(tiny_model_path: Path) -> None:
@@ -399,6 +465,36 @@ def test_closing_waits_and_writes_to_disk(tiny_model_path: Path, tmp_path: Path)
         output = llm.generate([prompt], GREEDY, use_tqdm=False)[0]
         assert output.outputs[0].token_ids == expected
         assert output.num_cached_tokens == 32
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no answer"), DeviceLostError("gone")])
+def test_what_fails_while_closing_is_not_found_on_disk(
+    tiny_weights_path: Path, tmp_path: Path, error: Exception
+) -> None:
+    """Its blocks are registered when it is planned, and hold nothing."""
+    options: dict[str, Any] = {
+        "kv_disk_dir": str(tmp_path / "kv"), "swap_space": 0.001, "enable_prefix_caching": True,
+        "skip_tokenizer_init": True, "load_format": "auto", "max_num_batched_tokens": 16,
+    }  # fmt: skip
+    prompt = list(range(1, 34))
+    with open_llm(tiny_weights_path, **options | {"kv_disk_dir": str(tmp_path / "other")}) as llm:
+        expected = tokens(llm, [prompt])
+    llm = open_llm(tiny_weights_path, **options)
+    device = LateDevice(llm)
+    llm._engine.engine.add("a", prompt, GREEDY)
+    llm._engine.engine.step()
+    assert device.under_way
+
+    def fail(plan: StepPlan) -> None:
+        raise error
+
+    device.on_wait = fail
+    llm.close()
+    assert not device.under_way
+    with open_llm(tiny_weights_path, **options) as llm:
+        output = llm.generate([prompt], GREEDY, use_tqdm=False)[0]
+        assert output.num_cached_tokens == 0
+        assert output.outputs[0].token_ids == expected
 
 
 def test_a_plan_of_nobody_is_carried_out(tiny_model_path: Path) -> None:
@@ -465,7 +561,8 @@ def test_a_record_with_overlap_is_replayed(tiny_weights_path: Path, tmp_path: Pa
     steps = [type(call) for call in calls if isinstance(call, Scheduled | Updated)]
     assert steps[:3] == [Scheduled, Scheduled, Updated], "not in the order in which they happened"
     kinds = [type(call) for call in calls]
-    assert kinds.count(CacheReset) == 1 and kinds.count(Retold) == 2
+    (reset,) = (call for call in calls if isinstance(call, CacheReset))
+    assert reset.num_plans == kinds.count(Retold) == 2
     report = replay(RecordReader(file))
     assert report.is_identical and report.damage is None, str(report.difference)
     assert report.num_preemptions and report.ended == "closed"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.engine import build
 from octavo.errors import CapacityError
 from octavo.plan import NewSeq, SeqPlan, StepPlan
 from octavo.request import SamplerParams
@@ -63,13 +66,55 @@ def test_the_memory_plan_is_what_the_driver_sees(tiny_weights_path: Path) -> Non
         plan = llm.memory_report().plan
         answers(llm)
         free, _ = torch.cuda.mem_get_info()
-    assert sum(plan.terms().values()) == plan.budget_bytes
-    assert plan.budget_bytes <= share * total
+    assert plan.budget_bytes + plan.others_bytes <= share * total
     assert plan.left_bytes < 64 << 20
     assert abs((total - free) - share * total) < 512 << 20, (total - free, share * total)
     torch.cuda.empty_cache()
     free_after, _ = torch.cuda.mem_get_info()
     assert free_after > free_before - (256 << 20), "the pool was not given back"
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_the_rest_does_not_grow_with_what_the_terms_name(
+    tiny_model_path: Path, tmp_path: Path, enforce_eager: bool
+) -> None:
+    """`runtime` is what no other term names. Logits are 16 MiB of a small step, 256 of a large."""
+    folder = tmp_path / "wide"
+    shutil.copytree(tiny_model_path, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 65_536}))
+    options: dict[str, Any] = OPTIONS | {
+        "num_gpu_blocks_override": 64, "load_format": "dummy", "enforce_eager": enforce_eager,
+    }  # fmt: skip
+    plans = []
+    for num_seqs, num_tokens in ((8, 64), (1024, 16_384)):
+        options |= {"max_num_seqs": num_seqs, "max_num_batched_tokens": num_tokens}
+        with LLM(str(folder), **options) as llm:
+            plan = llm.memory_report().plan
+            answers(llm)
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            free, total = torch.cuda.mem_get_info()
+        own = total - free - plan.others_bytes
+        # What a step gives back when it has run is among the activations and logits.
+        transient = plan.activation_bytes + plan.logits_bytes
+        assert plan.budget_bytes - transient - (32 << 20) < own < plan.budget_bytes + (32 << 20)
+        assert plan.runtime_bytes < 1 << 30, f"{plan}"
+        assert bool(plan.graph_bytes) == (not enforce_eager)
+        plans.append(plan)
+    small, large = plans
+    assert large.logits_bytes - small.logits_bytes > 230 << 20
+    assert large.activation_bytes > small.activation_bytes
+    assert large.weights_bytes == small.weights_bytes
+    assert abs(large.runtime_bytes - small.runtime_bytes) < 128 << 20, f"{small}\n{large}"
+
+
+def test_weights_that_are_too_many_are_refused_before_they_are_loaded(
+    tiny_weights_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "load_weights", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(CapacityError, match=r"the weights take .*leaves 0 B; raise --gpu-memory"):
+        LLM(str(tiny_weights_path), **OPTIONS, gpu_memory_utilization=1e-9)
 
 
 def test_memory_of_others_is_noticed(tiny_weights_path: Path) -> None:

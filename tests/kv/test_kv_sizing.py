@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from octavo.errors import CapacityError
-from octavo.kv.sizing import KVShape, MemoryPlan, plan_memory, resized
+from octavo.kv.sizing import GPUTerms, KVShape, MemoryPlan, plan_memory, resized
 
 GIB = 1 << 30
 OPT_13B = KVShape(40, 40, 128, 2)
@@ -161,3 +163,115 @@ def test_a_pool_is_resized_within_what_the_rest_leaves() -> None:
         resized(sized, most + 1)
     with pytest.raises(CapacityError, match=r"less than one KV block of 368,640 B"):
         resized(sized, block - 1)
+
+
+# -- on a GPU
+
+FP8 = KVShape(30, 3, 64, 1, 2)
+"""11,880 B a token: 30 x 3 x 2 x (64 + 2)."""
+
+
+def gpu_plan(**changes: object) -> MemoryPlan:
+    """20 GiB of 140, of which 18 GiB are taken, and 2 more by others."""
+    terms: dict[str, Any] = {
+        "graph_bytes": GIB, "runtime_bytes": GIB, "total_bytes": 140 * GIB,
+        "others_bytes": 2 * GIB, "host_available_bytes": 8 * GIB,
+    }  # fmt: skip
+    terms |= {name: changes.pop(name) for name in list(changes) if name in terms}
+    values: dict[str, object] = {
+        "available_bytes": 20 * GIB, "weights_bytes": 15 * GIB, "gpu": GPUTerms(**terms),
+        "swap_space": None,
+    }  # fmt: skip
+    return plan(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_a_pool_on_a_gpu_gets_all_that_is_left() -> None:
+    sized = gpu_plan(max_num_seqs=1)
+    block = 16 * 23_040
+    assert sized.num_blocks == 2 * GIB // block
+    assert list(sized.terms()) == [
+        "weights", "activations", "logits", "graphs", "runtime", "KV cache",
+    ]  # fmt: skip
+    assert sized.budget_bytes == 18 * GIB + sized.kv_bytes
+    assert 0 <= sized.left_bytes < block
+    text = str(sized)
+    assert "of 20.0 GiB of the GPU's 140.0 GiB (2.0 GiB held by others)" in text
+    assert "all that --gpu-memory-utilization leaves" in text
+
+
+def test_the_host_tier_of_a_gpu_is_of_the_hosts_memory() -> None:
+    sized = gpu_plan()
+    block = sized.bytes_per_block
+    assert sized.num_host_blocks == 2 * GIB // block
+    assert sized.host_chosen_by == "25% of free host memory"
+    assert sized.host_left_bytes == 8 * GIB - sized.host_bytes
+    assert gpu_plan(swap_space=0).left_bytes == sized.left_bytes
+    with pytest.raises(CapacityError, match=r"than the host has free, 8.0 GiB; .*at most 8$"):
+        gpu_plan(swap_space=9)
+
+
+def test_a_block_of_fp8_is_filled_up_to_16_bytes_and_says_so() -> None:
+    assert FP8.bytes_per_token == 11_880
+    assert FP8.bytes_per_block(16) == 190_080 == 16 * 11_880
+    assert FP8.bytes_per_block(1) == 11_888
+    sized = gpu_plan(shape=FP8, block_size=1)
+    assert sized.kv_bytes == sized.num_blocks * 11_888
+    assert "blocks x (1 tokens x 11,880 B + 8 B of padding), all" in str(sized)
+    assert "blocks x 16 tokens x 11,880 B, all" in str(gpu_plan(shape=FP8))
+    with pytest.raises(CapacityError, match=r"block of 11,888 B: 1 tokens x 11,880 B \+ 8 B of"):
+        resized(sized, 10)
+
+
+def test_a_pool_on_a_gpu_is_resized() -> None:
+    sized = gpu_plan()
+    block, most = sized.bytes_per_block, sized.kv_bytes + sized.left_bytes
+    assert most == 2 * GIB
+    assert resized(sized, GIB).num_blocks == GIB // block
+    assert resized(resized(sized, GIB), most).num_blocks == sized.num_blocks
+    with pytest.raises(CapacityError) as error:
+        resized(sized, most + 1)
+    assert str(error.value).endswith(f"- 1.0 GiB runtime = 2.0 GiB; ask for at most {most:,}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        # 2 of others, 18 that are taken, and 10: 30 / 140
+        (
+            {"kv_cache_memory_bytes": 10 * GIB},
+            "lower it to at most 2,147,483,648, or raise --gpu-memory-utilization to at least "
+            "0.215",
+        ),
+        ({"num_blocks": 10**9}, "lower it to at most 5,825"),
+        (
+            {"available_bytes": 10 * GIB},
+            "(--gpu-memory-utilization 0.0857 of 140.0 GiB, less 2.0 GiB held by others) - 15.0 "
+            "GiB weights - 512.0 MiB activations - 512.0 MiB logits - 1.0 GiB graphs - 1.0 GiB "
+            "runtime = -8.0 GiB; end other processes on the GPU, raise --gpu-memory-utilization to "
+            "at least 0.143, take a smaller --model, or lower --max-num-batched-tokens "
+            "(activations) or --max-num-seqs (logits, graphs)",
+        ),
+        (
+            {"available_bytes": 18 * GIB + 100},
+            "= 100 B; end other processes on the GPU, raise --gpu-memory-utilization to at least "
+            "0.143, take",
+        ),
+        # 1,000,000 tokens: 21.5 GiB, so 41.5 / 140
+        (
+            {"max_model_len": 10**6},
+            "to at most 93,200, or raise --gpu-memory-utilization to at least 0.297, or use "
+            "--kv-cache-dtype fp8",
+        ),
+        (
+            {"max_model_len": 10**6, "kv_cache_memory_bytes": 10**9, "available_bytes": 100 * GIB},
+            "or set --kv-cache-memory-bytes to at least 23,040,000,000",
+        ),
+        ({"max_model_len": 10**7}, "to at most 93,200, or use --kv-cache-dtype fp8"),
+    ],
+)  # fmt: skip
+def test_refusals_on_a_gpu_name_what_helps(changes: dict[str, object], says: str) -> None:
+    with pytest.raises(CapacityError) as error:
+        gpu_plan(**changes)
+    assert says in str(error.value)
+    if "num_blocks" in changes:
+        assert str(error.value).endswith(says)  # no share of the GPU would do

@@ -316,6 +316,17 @@ def test_what_the_host_has_no_room_for_moves_to_disk_with_its_label() -> None:
     sim.drain()
 
 
+@pytest.mark.parametrize(("num_void", "num_left"), [(1, 1), (2, 0)])
+def test_of_void_plans_nothing_is_kept_on_disk(num_void: int, num_left: int) -> None:
+    """Two plans write to it: one block, then two. The last, or both, come to nothing."""
+    sim = Sim(2, 4, num_host_blocks=1, max_disk_blocks=8)
+    for seq_id, tokens in enumerate((A, B, C)):
+        ran(sim, seq_id, tokens[:8])
+    assert sim.kv.disk_ledger().cached == len(sim.disk.files) == 3
+    sim.kv.reset_cache(num_void)
+    assert sim.kv.disk_ledger().cached == len(sim.disk.files) == num_left
+
+
 def wait(sim: Sim) -> None:
     """Until what is on its way to disk has arrived."""
     for _ in range(PLANS_UNDER_WAY):

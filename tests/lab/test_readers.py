@@ -45,7 +45,7 @@ def test_csv_of_lengths_with_and_without_times(tmp_path: Path) -> None:
 
 def test_packed_files_are_known_by_their_bytes(tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv"  # without .gz
-    path.write_bytes(gzip.compress(b"input_tokens,output_tokens\n1,2\n"))
+    path.write_bytes(gzip.compress(b"input_tokens,output_tokens\n1,2\n", mtime=0))
     assert lengths(read_trace(path)) == [(None, 1, 2)]
 
 
@@ -254,7 +254,10 @@ def test_bad_json_lines_are_named_or_skipped(tmp_path: Path, line: str, problem:
         (b"{\n 1}", "its first line is no JSON object"),
         (b"[1, 2", "is no JSON"),
         (b"\xff\xfe\x00\x01", "is no text in UTF-8"),
-        (gzip.compress(b"input_tokens,output_tokens\n1,2\n" * 99)[:40], "damaged .gz file"),
+        (
+            gzip.compress(b"input_tokens,output_tokens\n1,2\n" * 99, mtime=0)[:40],
+            "damaged .gz file",
+        ),
         (b"\x1f\x8bnonsense", "cannot read"),
     ],
 )

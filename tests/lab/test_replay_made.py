@@ -477,7 +477,7 @@ def test_calls_of_the_manager_that_fail_are_recorded(
 ) -> None:
     made = Made(tmp_path / "a")
 
-    def fail(self: Any) -> Any:
+    def fail(self: Any, *_: Any) -> Any:
         raise MemoryError
 
     monkeypatch.setattr(f"octavo.kv.KVCacheManager.{act}", fail)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import queue
 import subprocess
 import sys
@@ -396,7 +397,10 @@ def test_a_folder_has_one_process(
     )
 
     def elsewhere() -> tuple[str, str]:
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, env=environment
+        )
         return done.stdout.strip(), done.stderr
 
     assert elsewhere()[0] == "None" and "another process uses" in elsewhere()[1]

@@ -191,6 +191,20 @@ def test_growing_past_the_reserve_moves() -> None:
     assert block_values(store.data[:6])[5] == 5.0
 
 
+def test_slots_are_32_bit_numbers() -> None:
+    for num_blocks, options in ((2**30, {}), (2**31, {"max_blocks": 2**32})):
+        with pytest.raises(CapacityError, match=r"at most 2,147,483,647 tokens: .* blocks of 2"):
+            small_store(num_blocks, 0, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MAX_SLOTS", 21)
+        store = small_store(3, 0, max_blocks=100)
+        assert store.max_blocks == 10
+        assert not store.resize(10)
+        with pytest.raises(MemoryError, match="at most 10 blocks: 11"):
+            store.resize(11)
+        assert store.num_blocks == 10
+
+
 def test_no_room_for_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the system wants memory behind all addresses, the pool starts without a reserve."""
     reserve = memory_module.reserve

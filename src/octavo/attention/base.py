@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from octavo.layers.workspace import Workspace
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class ForwardContext:
     """One step's batch, flat: `num_tokens` tokens of `num_seqs` sequences.
 
@@ -21,9 +21,11 @@ class ForwardContext:
     """
 
     kv_cache: Tensor
-    """[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]: the pool; 2 is K, V."""
+    """[max_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]: the pool, and the addresses
+    into which it can grow; 2 is K, V."""
     block_tables: Tensor
-    """[num_seqs, max_blocks] int32: logical to physical block."""
+    """[num_seqs, max_blocks] int32: logical to physical block. With `table_rows`, one row for each
+    sequence that there can be."""
     seq_lens: Tensor
     """[num_seqs] int32: context length, this step's tokens included."""
     query_start_loc: Tensor

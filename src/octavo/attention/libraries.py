@@ -6,6 +6,7 @@ steps are launched from Python: neither is recorded in a CUDA graph here.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -129,7 +130,8 @@ class FlashInferAttention(TritonAttention):
             "flashinfer"
         ).BatchPrefillWithPagedKVCacheWrapper
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
-        self._planned_for: ForwardContext | None = None
+        self._planned_for: Callable[[], ForwardContext | None] = lambda: None
+        # By a weak reference: a pool that moved meanwhile must not be kept by the last step.
         self._wrappers: dict[tuple[int, float], Any] = {}
         """By window and scale, for the step that was planned last."""
 
@@ -143,8 +145,8 @@ class FlashInferAttention(TritonAttention):
         out: Tensor,
     ) -> None:
         """See `AttentionBackend.attend`."""
-        if self._planned_for is not ctx:
-            self._planned_for, self._wrappers = ctx, {}
+        if self._planned_for() is not ctx:
+            self._planned_for, self._wrappers = weakref.ref(ctx), {}
         wrapper = self._wrappers.get((window, scale))
         if wrapper is None:
             wrapper = self._wrappers[window, scale] = self._plan(query, scale, window, ctx)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 from importlib.util import find_spec
+from typing import get_args
 
 import torch
 
 from octavo.attention.base import AttentionBackend
 from octavo.attention.cpu import CpuAttention
 from octavo.attention.gather import GatherAttention
+from octavo.config import AttentionName
 from octavo.errors import ConfigError
 from octavo.ops.cpu import native
 
 logger = logging.getLogger("octavo")
 
-BACKENDS = ("triton", "flashinfer", "fa3", "cpu", "gather")
+BACKENDS = tuple(name for name in get_args(AttentionName) if name != "auto")
 _TRITON_CAPABILITY = (8, 0)
 """Ampere: the first with bfloat16 and asynchronous copies."""
 
@@ -30,9 +32,17 @@ def select_attention(
     """The backend called `name`, or for "auto" the fastest on the device, with the reason logged.
 
     head_dim, fp8: of the model and its cache, which not every backend takes. Raises `ConfigError`
-    for a backend that cannot run here, saying what it lacks.
+    for a backend that cannot run here, saying what it lacks, and for a GPU on which no model runs:
+    all its layers are Triton kernels, whatever computes attention.
     """
     device = device or torch.device("cpu")
+    if device.type == "cuda":
+        no_triton = _why_no_triton(device)
+        if no_triton is not None:
+            raise ConfigError(
+                f"device {device} ({torch.cuda.get_device_name(device)}) cannot be used: a model's "
+                f"layers run there as Triton kernels, and triton {no_triton}; or use --device cpu"
+            )
     if name != "auto" and name not in BACKENDS:
         raise ConfigError(f"unknown attention backend {name!r}; known: auto, {', '.join(BACKENDS)}")
     if name == "auto":
@@ -46,10 +56,7 @@ def select_attention(
 
 def _by_capability(device: torch.device) -> tuple[str, str]:
     if device.type == "cuda":
-        why_not = _what_is_missing("triton", device, None, False)
-        if why_not is None:
-            return "triton", f"Triton kernels, {torch.cuda.get_device_name(device)}"
-        return "gather", f"triton {why_not}: torch's own operations serve, many times slower"
+        return "triton", f"Triton kernels, {torch.cuda.get_device_name(device)}"
     if native.load() is not None:
         return "cpu", f"C kernels, {native.isa()}"
     return "gather", "no compiled kernels here: install a C compiler for several times the speed"
@@ -65,17 +72,23 @@ def _what_is_missing(
         return None if device.type == "cpu" else f"runs on CPUs, and device is {device}"
     if device.type != "cuda":
         return f"runs on NVIDIA GPUs, and device is {device}"
-    capability = torch.cuda.get_device_capability(device)
-    shown = ".".join(map(str, capability))
     if name == "triton":
-        if find_spec("triton") is None:
-            return "needs the package triton: pip install triton"
-        if capability < _TRITON_CAPABILITY:
-            return f"needs a GPU of compute capability 8.0, and this one has {shown}"
-        return None
+        return _why_no_triton(device)
     from octavo.attention import libraries
 
+    capability = torch.cuda.get_device_capability(device)
     return libraries.what_is_missing(name, capability, head_dim=head_dim, fp8=fp8)
+
+
+def _why_no_triton(device: torch.device) -> str | None:
+    """What keeps Triton kernels from running on a GPU, as the end of a sentence."""
+    if find_spec("triton") is None:
+        return "needs its package: pip install triton"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _TRITON_CAPABILITY:
+        needed, shown = (".".join(map(str, c)) for c in (_TRITON_CAPABILITY, capability))
+        return f"needs a GPU of compute capability {needed}, and this one has {shown}"
+    return None
 
 
 def _make(name: str, fp8: bool) -> AttentionBackend:

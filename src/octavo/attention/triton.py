@@ -83,6 +83,10 @@ def _own_keys_and_values(query: Tensor, ctx: ForwardContext) -> tuple[Tensor, Te
     """[num_tokens, num_kv_heads, head_dim] each: the step's own, rotated, as projected."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = ctx.kv_cache.shape[3]
-    qkv = ctx.workspace.qkv[:num_tokens].view(num_tokens, -1, head_dim)
+    whole = ctx.workspace.qkv
+    assert query.data_ptr() == whole.data_ptr() and query.stride(0) == whole.stride(0), (
+        "the query is no part of the workspace's qkv: where its keys and values lie is not known"
+    )
+    qkv = whole[:num_tokens].view(num_tokens, -1, head_dim)
     key, value = qkv[:, num_heads:].split(num_kv_heads, dim=1)
     return key, value

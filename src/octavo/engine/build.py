@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -14,6 +13,7 @@ from octavo.engine import gpu
 from octavo.engine.built import BuiltEngine
 from octavo.engine.core import EngineCore
 from octavo.engine.engine import Engine
+from octavo.engine.gpu import OnDevice
 from octavo.engine.input import InputProcessor
 from octavo.engine.output import OutputProcessor
 from octavo.engine.recorder import Recorder, RecordingDisk, RecordingManager, RecordingScheduler
@@ -28,16 +28,14 @@ from octavo.engine.sizing import (
 from octavo.engine.tiers import check_disk_folder, open_disk, why_prefixes_are_not_shared
 from octavo.errors import ConfigError
 from octavo.kv import KVCacheManager
-from octavo.kv.sizing import MemoryPlan
 from octavo.layers.workspace import Workspace, workspace_bytes
 from octavo.models.decoder import Decoder
 from octavo.models.registry import build_model
 from octavo.ops.cpu import gemm
 from octavo.record.file import check_writable
 from octavo.runner import memory
-from octavo.runner.base import RunnerBase
 from octavo.runner.disk_store import DiskStore
-from octavo.runner.gpu_memory import gpu_memory
+from octavo.runner.gpu_memory import GPUMemory, gpu_memory
 from octavo.runner.kv_store import KVStore
 from octavo.runner.runner import Runner
 from octavo.sampling import sampling_bytes
@@ -59,16 +57,15 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
     if config.record is not None:
         check_writable(config.record)
     config = gpu.for_this_machine(config)
-    before = gpu_memory(torch.device("cuda")) if config.device == "cuda" else None
-    available = memory.available_bytes()
+    before = None if config.device == "cpu" else gpu_memory(torch.device(config.device))
+    available = memory.available_bytes() if before is None else 0
     files = locate(config.model, config.revision, config.load_format, progress)
-    model = _load(files, config, progress)
+    model = _load(files, config, progress, before)
     tokenizer = _tokenizer(config, files)
     if before is None:
         device = _on_cpu(config, model, available)
     else:
-        ready = gpu.prepare(config, model, before, progress)
-        device = _Device(ready.plan, ready.store, ready.runner)
+        device = gpu.prepare(config, model, before, progress)
     plan = device.plan
     not_shared = why_prefixes_are_not_shared(config, model)
     resolved = config.replace(
@@ -114,7 +111,13 @@ def load_model(
     return _load(locate(model, progress=progress), config, progress)
 
 
-def _load(files: ModelFiles, config: EngineConfig, progress: Progress | None) -> Decoder:
+def _load(
+    files: ModelFiles,
+    config: EngineConfig,
+    progress: Progress | None,
+    before: GPUMemory | None = None,
+) -> Decoder:
+    """The model with its weights; before: of the GPU that they are loaded to."""
     opened = open_model(files)
     arch, device = opened.arch, torch.device(config.device)
     dtype = _resolve_dtype(config.dtype, device, arch)
@@ -131,9 +134,12 @@ def _load(files: ModelFiles, config: EngineConfig, progress: Progress | None) ->
         head_dim=arch.head_dim,
         fp8=config.kv_cache_dtype == "fp8",
     )
-    model = build_model(arch, attention, dtype, max_model_len, device)
-    source = opened.weight_source(model, config.seed, device)
-    load_weights(model, source, arch, dtype=dtype, progress=progress)
+    with gpu.running_out("loading the weights", config, before):
+        model = build_model(arch, attention, dtype, max_model_len, device)
+        if before is not None:
+            gpu.check_weights(config, model.parameters_spec(), dtype, before)
+        source = opened.weight_source(model, config.seed, device)
+        load_weights(model, source, arch, dtype=dtype, progress=progress)
     return model
 
 
@@ -172,16 +178,7 @@ def _eos_token_ids(arch: ModelArch, tokenizer: Tokenizer | None) -> frozenset[in
     return frozenset(found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Device:
-    """What was made on the device."""
-
-    plan: MemoryPlan
-    store: KVStore
-    runner: RunnerBase
-
-
-def _on_cpu(config: EngineConfig, model: Decoder, available: int) -> _Device:
+def _on_cpu(config: EngineConfig, model: Decoder, available: int) -> OnDevice:
     """Everything is known before it is made: the plan is arithmetic."""
     arch, limits, num_rows = model.arch, config.limits(), num_logit_rows(config)
     num_tokens = limits.max_num_batched_tokens
@@ -205,10 +202,10 @@ def _on_cpu(config: EngineConfig, model: Decoder, available: int) -> _Device:
         max_blocks_per_seq=longest_table(config, plan.max_seq_len),
         replay=not config.enforce_eager,
     )
-    return _Device(plan, store, runner)
+    return OnDevice(plan, store, runner)
 
 
-def _core(config: EngineConfig, device: _Device, disk: DiskStore | None) -> EngineCore:
+def _core(config: EngineConfig, device: OnDevice, disk: DiskStore | None) -> EngineCore:
     plan, store, runner = device.plan, device.store, device.runner
     recorder = None if config.record is None else Recorder(config.record)
     manager: type[KVCacheManager] = KVCacheManager if recorder is None else RecordingManager

@@ -53,7 +53,7 @@ class Engine:
                 "ask for the final output only",
                 parameter="beam_width" if isinstance(params, BeamSearchParams) else "best_of",
             )
-        if any(output.request_id == request_id for output in self._ended):
+        if self._has_end_to_tell(request_id):
             raise InvalidRequestError(
                 f"request_id {request_id!r} belongs to a request whose end was not told yet: choose"
                 " another id, or wait for its end",
@@ -98,8 +98,11 @@ class Engine:
 
     def has(self, request_id: str) -> bool:
         """Whether a request still waits, runs, or has news to be told."""
+        return self._has_end_to_tell(request_id) or self.outputs.has(request_id)
+
+    def _has_end_to_tell(self, request_id: str) -> bool:
         ended = any(output.request_id == request_id for output in self._ended)
-        return ended or self.outputs.has(request_id)
+        return ended or self.core.has_failed(request_id)
 
     def has_unfinished(self) -> bool:
         """Whether any request still waits or runs, or has an end to be told."""

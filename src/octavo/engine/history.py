@@ -73,7 +73,7 @@ class PoolSummary:
 
 
 class PoolHistory:
-    """Looks at the ledger once a step."""
+    """Looks at the ledger once a step, when its result has come."""
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
@@ -88,8 +88,9 @@ class PoolHistory:
         self._shared_ratios = 0.0
 
     def record(self, plan: StepPlan, step_s: float) -> None:
-        """Take in the state that the plan has made, before its sequences end; the step took so
-        long."""
+        """Take in the pool when a step's result is here, before its sequences end; the step took so
+        long, of the time in which somebody drove the engine. With overlap the next plan was made
+        by then, and its blocks are in the pool too."""
         ledger = self._kv.ledger()
         if self._samples.is_due(self._busy_s):
             self._samples.sample(self._busy_s, ledger=ledger)

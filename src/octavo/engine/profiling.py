@@ -247,7 +247,7 @@ def launcher(llm: LLM) -> Launch:
     every sequence that they bring has to be told to be finished again."""
     core = llm._engine.engine.core
     assert not core.live_request_ids, "the engine has requests of its own"
-    return core._check_quiet()
+    return core.become_quiet()
 
 
 class BusyWindows:

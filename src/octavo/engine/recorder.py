@@ -139,10 +139,10 @@ class RecordingManager(KVCacheManager):
             values["num_freed"] = num_freed = super().reset_prefix_cache()
         return num_freed
 
-    def reset_cache(self) -> None:
+    def reset_cache(self, num_plans: int = 1) -> None:
         """See `KVCacheManager`."""
-        with self.recorder.noting(CacheReset):
-            super().reset_cache()
+        with self.recorder.noting(CacheReset, num_plans=num_plans):
+            super().reset_cache(num_plans)
 
     def flush_to_disk(self) -> int:
         """See `KVCacheManager`."""

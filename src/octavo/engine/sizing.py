@@ -53,6 +53,11 @@ def kv_shape(config: EngineConfig, model: Decoder) -> KVShape:
     )
 
 
+def longest(config: EngineConfig, model: Decoder) -> int:
+    """Most tokens of a sequence, if the pool has room for it."""
+    return config.max_model_len or model.rotary.max_position
+
+
 def make_plan(
     config: EngineConfig,
     model: Decoder,
@@ -71,7 +76,7 @@ def make_plan(
         logits_bytes=step.logits,
         shape=kv_shape(config, model),
         block_size=config.block_size,
-        max_model_len=config.max_model_len or model.rotary.max_position,
+        max_model_len=longest(config, model),
         max_num_seqs=config.limits().max_num_seqs,
         gpu=gpu,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
@@ -92,17 +97,17 @@ def _with_regions(config: EngineConfig, plan: MemoryPlan) -> MemoryPlan:
     if policy.shares_blocks:  # all blocks may be one sequence's: the plan has seen to that
         return plan
     policy.attach(BlockPool(plan.num_blocks, plan.block_size))
-    longest = policy.max_tokens_of_one_sequence
-    if longest >= plan.max_seq_len:
+    most = policy.max_tokens_of_one_sequence
+    if most >= plan.max_seq_len:
         return plan
     if config.max_model_len is not None:
         raise CapacityError(
             f"under --kv-policy {config.kv_policy} the longest region in a pool of "
-            f"{plan.num_blocks:,} blocks ({plan.chosen_by}) holds {longest:,} tokens, and "
+            f"{plan.num_blocks:,} blocks ({plan.chosen_by}) holds {most:,} tokens, and "
             f"max_model_len is {plan.max_model_len:,}: lower --max-model-len to at most "
-            f"{longest:,}, enlarge the pool, or use --kv-policy paged"
+            f"{most:,}, enlarge the pool, or use --kv-policy paged"
         )
-    return replace(plan, max_model_len=longest)
+    return replace(plan, max_model_len=most)
 
 
 def allocation_policy(config: EngineConfig, max_seq_tokens: int) -> AllocationPolicy:
@@ -118,12 +123,14 @@ def longest_table(config: EngineConfig, max_seq_tokens: int) -> int:
     return policy.most_blocks(max_seq_tokens)
 
 
-def capped_by(config: EngineConfig, plan: MemoryPlan, longest: int) -> str | None:
-    """The flag of the pool that made contexts shorter than the model's `longest`, unasked."""
-    if config.max_model_len is not None or plan.max_seq_len == longest:
+def capped_by(config: EngineConfig, plan: MemoryPlan, max_position: int) -> str | None:
+    """The flag of the pool that made contexts shorter than the model can have them, unasked."""
+    if config.max_model_len is not None or plan.max_seq_len == max_position:
         return None
     if config.num_gpu_blocks_override is not None:
         return "--num-gpu-blocks-override"
+    if config.device == "cuda" and config.kv_cache_memory_bytes is None:
+        return "--gpu-memory-utilization"  # the pool has all that it leaves
     return "--kv-cache-memory-bytes"
 
 

@@ -349,8 +349,9 @@ class PrefixCache(PrefixIndex):
             self.cold.disk.delete_all()
         return num_cached
 
-    def drop_all(self) -> None:
-        """Forget what is in the pool and on the host, and what was on its way to disk."""
+    def drop_all(self, num_plans: int) -> None:
+        """Forget what is in the pool and on the host, and what was on its way to disk in the last
+        so many plans."""
         self.pool.copies.clear()
         for block_id, node in enumerate(list(self.pool.nodes)):
             if node is not None:
@@ -362,4 +363,4 @@ class PrefixCache(PrefixIndex):
                 self.host.remove(node)
                 self.lost(node)
         if self.cold is not None:
-            self.cold.disk.delete_since(self.plan - 1)
+            self.cold.disk.delete_since(self.plan - num_plans)

@@ -284,13 +284,14 @@ class KVCacheManager(KVState):
         many blocks of the pool that freed. Pinned prefixes stay."""
         return self._cache.drop_unused()
 
-    def reset_cache(self) -> None:
+    def reset_cache(self, num_plans: int = 1) -> None:
         """After a failed step: forget all that blocks are said to hold. Nothing that is in the
         pool or on the host now is found again, holds are gone, and pins are left with no blocks.
         Copies that no plan has taken are dropped: end the sequences that have grown in the step
-        that was being planned. The disk keeps what it has."""
+        that was being planned. The disk keeps what it had before the last `num_plans` plans, which
+        were not carried out."""
         self._holds.clear()
-        self._cache.drop_all()
+        self._cache.drop_all(num_plans)
         self._pins.let_go()
         for table in self._tables.values():
             self._cache.stop_registering(table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from octavo.errors import CapacityError
+from octavo.kv.no_room import left_for_kv, less, no_block, no_max_model_len, or_larger_share
 from octavo.util import cdiv, human_bytes
 
 DEFAULT_HOST_SHARE = 0.25
@@ -13,10 +14,6 @@ MAX_DEFAULT_HOST_BYTES = 4 * 2**30
 MAX_DEFAULT_HOST_POOLS = 4
 """The default host tier is at most this many times as large as the pool."""
 _GIB = 2**30
-_LESS = (
-    "free some memory, take a smaller --model, or lower --max-num-batched-tokens (activations) or "
-    "--max-num-seqs (logits)"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +40,12 @@ class KVShape:
         it is filled up to whole 16 bytes."""
         num_bytes = block_size * self.bytes_per_token
         return num_bytes if not self.scale_bytes else cdiv(num_bytes, 16) * 16
+
+    def block_terms(self, block_size: int) -> str:
+        """The arithmetic of `bytes_per_block`, without its result."""
+        text = f"{block_size} tokens x {self.bytes_per_token:,} B"
+        padding = self.bytes_per_block(block_size) - block_size * self.bytes_per_token
+        return f"{text} + {padding} B of padding" if padding else text
 
     def __str__(self) -> str:
         element = f"{self.head_dim} x 2 (K, V) x {self.element_bytes} B"
@@ -81,7 +84,10 @@ class MemoryPlan:
     graph_bytes: int = 0
     """Recorded steps (CUDA graphs)."""
     runtime_bytes: int = 0
-    """What the GPU's driver and libraries hold for the process: context, kernels, workspaces."""
+    """What else the process holds on the GPU: the driver's context, kernels and libraries'
+    workspaces; inputs, block tables and answers of steps; what torch keeps. Where the driver does
+    not tell processes apart the context is in `others_bytes`, and what others took while this
+    engine started is in here."""
     total_bytes: int | None = None
     """The GPU's whole memory; None on a CPU."""
     others_bytes: int = 0
@@ -158,9 +164,10 @@ class MemoryPlan:
         return terms
 
     def __str__(self) -> str:
+        block = self.shape.block_terms(self.block_size)
         kv = (
-            f"{self.num_blocks:,} blocks x {self.block_size} tokens x "
-            f"{self.shape.bytes_per_token:,} B, {self.chosen_by}"
+            f"{self.num_blocks:,} blocks x {f'({block})' if '+' in block else block}, "
+            f"{self.chosen_by}"
         )
         host = f"{self.num_host_blocks:,} blocks, {self.host_chosen_by}"
         notes = {"KV cache": kv, "host tier": host}
@@ -209,13 +216,14 @@ def plan_memory(
     """Size the pool and the host tier. Raises `CapacityError`, with the arithmetic, when it cannot.
 
     `num_blocks` and `kv_cache_memory_bytes` are taken as they are, the first before the second, and
-    must fit into what weights, activations and logits leave. Without either the pool gets
-    `kv_share` of that, but never more than `max_num_seqs` sequences of `max_model_len` tokens can
-    use.
+    must fit into what the other terms leave. Without either the pool gets, on a GPU, all of that;
+    on a CPU `kv_share` of it, but never more than `max_num_seqs` sequences of `max_model_len`
+    tokens can use.
     `require_max_model_len` refuses a pool in which one such sequence does not fit: for a length
     that was asked for, not for one that is only the model's limit.
-    `swap_space` is the host tier in GiB; None: a quarter of what is left beside the pool, at most 4
-    GiB and four times the pool. `need_host` names the flag that cannot do without a host tier.
+    `swap_space` is the host tier in GiB; None: a quarter of what is left beside the pool (on a GPU:
+    of free host memory), at most 4 GiB and four times the pool. `need_host` names the flag that
+    cannot do without a host tier.
     """
     base = MemoryPlan(
         available_bytes=available_bytes,
@@ -229,30 +237,14 @@ def plan_memory(
         chosen_by="",
     )
     if gpu is not None:
-        base = replace(base, **asdict(gpu))
+        base, kv_share = replace(base, **asdict(gpu)), 1.0
     left = base.left_bytes
     if left < 0:
-        raise CapacityError(f"nothing is left for the KV pool: {_left_for_kv(base)}; {_LESS}")
-    if num_blocks is not None:
-        chosen_by = "--num-gpu-blocks-override"
-        if num_blocks * base.bytes_per_block > left:
-            raise CapacityError(
-                f"--num-gpu-blocks-override {num_blocks:,} x {base.bytes_per_block:,} B = "
-                f"{human_bytes(num_blocks * base.bytes_per_block)} is more than is left for the KV "
-                f"pool: {_left_for_kv(base)}; lower it to at most "
-                f"{left // base.bytes_per_block:,}"
-            )
-    elif kv_cache_memory_bytes is not None:
-        chosen_by = "--kv-cache-memory-bytes"
-        if kv_cache_memory_bytes > left:
-            raise CapacityError(
-                f"--kv-cache-memory-bytes {kv_cache_memory_bytes:,} "
-                f"({human_bytes(kv_cache_memory_bytes)}) is more than is left for the KV pool: "
-                f"{_left_for_kv(base)}; lower it to at most {left:,}"
-            )
-        num_blocks = kv_cache_memory_bytes // base.bytes_per_block
+        raise CapacityError(f"nothing is left for the KV pool: {left_for_kv(base)}; {less(base)}")
+    if num_blocks is not None or kv_cache_memory_bytes is not None:
+        num_blocks, chosen_by = _as_asked(base, num_blocks, kv_cache_memory_bytes)
     elif gpu is not None:
-        chosen_by, kv_share = "all that --gpu-memory-utilization leaves", 1.0
+        chosen_by = "all that --gpu-memory-utilization leaves"
         num_blocks = left // base.bytes_per_block
     else:
         chosen_by = f"{kv_share:.0%} of what the rest leaves"
@@ -262,11 +254,30 @@ def plan_memory(
             num_blocks = most
             chosen_by = f"all that {max_num_seqs} sequences of {max_model_len:,} tokens can use"
     if num_blocks < 1:
-        raise CapacityError(_no_block(base, kv_cache_memory_bytes, kv_share))
+        raise CapacityError(no_block(base, kv_cache_memory_bytes, kv_share))
     if require_max_model_len and num_blocks * block_size < max_model_len:
-        raise CapacityError(_no_max_model_len(base, num_blocks, chosen_by))
+        raise CapacityError(no_max_model_len(base, num_blocks, chosen_by))
     sized = replace(base, num_blocks=num_blocks, chosen_by=chosen_by)
     return _with_host_tier(sized, swap_space, need_host)
+
+
+def _as_asked(base: MemoryPlan, num_blocks: int | None, num_bytes: int | None) -> tuple[int, str]:
+    """(Blocks of a pool whose size was given, the flag that gave it)."""
+    left, block = base.left_bytes, base.bytes_per_block
+    if num_blocks is not None:
+        wanted, flag = num_blocks * block, "--num-gpu-blocks-override"
+        text = f"{flag} {num_blocks:,} x {block:,} B = {human_bytes(wanted)}"
+        most = left // block
+    else:
+        assert num_bytes is not None
+        wanted, flag = num_bytes, "--kv-cache-memory-bytes"
+        text, most = f"{flag} {num_bytes:,} ({human_bytes(num_bytes)})", left
+    if wanted > left:
+        raise CapacityError(
+            f"{text} is more than is left for the KV pool: {left_for_kv(base)}; lower it to at "
+            f"most {most:,}{or_larger_share(base, wanted)}"
+        )
+    return wanted // block, flag
 
 
 def _with_host_tier(plan: MemoryPlan, swap_space: float | None, need: str | None) -> MemoryPlan:
@@ -275,7 +286,8 @@ def _with_host_tier(plan: MemoryPlan, swap_space: float | None, need: str | None
         most = min(MAX_DEFAULT_HOST_BYTES, MAX_DEFAULT_HOST_POOLS * plan.kv_bytes)
         share = int(left * DEFAULT_HOST_SHARE)
         wanted = min(share, most)
-        chosen_by = f"{DEFAULT_HOST_SHARE:.0%} of what the pool leaves"
+        of = "what the pool leaves" if plan.host_available_bytes is None else "free host memory"
+        chosen_by = f"{DEFAULT_HOST_SHARE:.0%} of {of}"
         if share > most == MAX_DEFAULT_HOST_BYTES:
             chosen_by = "the most that is taken by default"
         elif share > most:
@@ -291,7 +303,7 @@ def _with_host_tier(plan: MemoryPlan, swap_space: float | None, need: str | None
                 )
             raise CapacityError(
                 f"--swap-space {swap_space:g} GiB is more than is left beside the KV pool: "
-                f"{_left_for_kv(replace(plan, num_blocks=0))} - {human_bytes(plan.kv_bytes)} KV "
+                f"{left_for_kv(replace(plan, num_blocks=0))} - {human_bytes(plan.kv_bytes)} KV "
                 f"pool = {human_bytes(left)}; lower it to at most {limit:g}, "
                 "or lower --kv-cache-memory-bytes"
             )
@@ -313,14 +325,14 @@ def resized(plan: MemoryPlan, num_bytes: int) -> MemoryPlan:
     block, most = plan.bytes_per_block, plan.kv_bytes + plan.left_bytes
     if num_bytes < block:
         raise CapacityError(
-            f"{num_bytes:,} B is less than one KV block of {block:,} B: {plan.block_size} tokens x "
-            f"{plan.shape.bytes_per_token:,} B"
+            f"{num_bytes:,} B is less than one KV block of {block:,} B: "
+            f"{plan.shape.block_terms(plan.block_size)}"
         )
     if num_bytes > most:
         raise CapacityError(
             f"{num_bytes:,} B ({human_bytes(num_bytes)}) is more than is left for the KV pool: "
-            f"{_left_for_kv(replace(plan, num_blocks=0, num_host_blocks=0))}{_less_host(plan)} = "
-            f"{human_bytes(most)}; ask for at most {most:,}"
+            f"{left_for_kv(replace(plan, num_blocks=0, num_host_blocks=0))}{_less_host(plan)}; "
+            f"ask for at most {most:,}"
         )
     return replace(plan, num_blocks=num_bytes // block, chosen_by="resized while running")
 
@@ -328,53 +340,5 @@ def resized(plan: MemoryPlan, num_bytes: int) -> MemoryPlan:
 def _less_host(plan: MemoryPlan) -> str:
     if plan.host_available_bytes is not None:
         return ""
-    return f" - {human_bytes(plan.host_bytes)} host tier"
-
-
-def _left_for_kv(plan: MemoryPlan) -> str:
-    """The arithmetic; of a plan without blocks."""
-    start = f"{human_bytes(plan.available_bytes)} free"
-    if plan.total_bytes is not None:
-        start = (
-            f"{human_bytes(plan.available_bytes)} (--gpu-memory-utilization of "
-            f"{human_bytes(plan.total_bytes)}, less {human_bytes(plan.others_bytes)} held by others)"
-        )
-    taken = "".join(
-        f" - {human_bytes(size)} {name}"
-        for name, size in plan.terms().items()
-        if name not in ("KV cache", "host tier")
-    )
-    return f"{start}{taken} = {human_bytes(plan.left_bytes)}"
-
-
-def _no_block(plan: MemoryPlan, kv_cache_memory_bytes: int | None, kv_share: float) -> str:
-    block = plan.bytes_per_block
-    text = (
-        f"not one KV block fits: a block is {plan.block_size} tokens x "
-        f"{plan.shape.bytes_per_token:,} B = {human_bytes(block)} ({plan.shape}), and "
-    )
-    if kv_cache_memory_bytes is not None:
-        return text + (
-            f"--kv-cache-memory-bytes is {kv_cache_memory_bytes:,}; raise it to at least "
-            f"{block:,}, or lower --block-size"
-        )
-    text += f"the KV pool gets {kv_share:.0%} of what is left: {_left_for_kv(plan)}; "
-    if plan.left_bytes >= block:
-        return text + f"set --kv-cache-memory-bytes to {block:,} or more, or lower --block-size"
-    return text + _LESS
-
-
-def _no_max_model_len(plan: MemoryPlan, num_blocks: int, chosen_by: str) -> str:
-    needed = cdiv(plan.max_model_len, plan.block_size)
-    bytes_needed = needed * plan.bytes_per_block
-    text = (
-        f"one sequence of max_model_len={plan.max_model_len:,} tokens needs "
-        f"{needed:,} KV blocks of {plan.block_size} tokens = {human_bytes(bytes_needed)}, and the "
-        f"pool has {num_blocks:,} ({chosen_by}); {_left_for_kv(plan)}; lower --max-model-len to "
-        f"at most {num_blocks * plan.block_size:,}"
-    )
-    if chosen_by == "--num-gpu-blocks-override":
-        return text + f" or raise --num-gpu-blocks-override to {needed:,}"
-    if bytes_needed <= plan.left_bytes:
-        return text + f" or set --kv-cache-memory-bytes to at least {bytes_needed:,}"
-    return text
+    most = plan.kv_bytes + plan.left_bytes
+    return f" - {human_bytes(plan.host_bytes)} host tier = {human_bytes(most)}"

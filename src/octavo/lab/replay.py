@@ -214,7 +214,7 @@ class Replay:
                 num_freed = self.kv.reset_prefix_cache()
                 return self._compare("num_freed", call.num_freed, num_freed)
             case CacheReset():
-                self.kv.reset_cache()
+                self.kv.reset_cache(call.num_plans)
             case Retold():
                 failed = self._last_plan
                 if call.step_id is not None:

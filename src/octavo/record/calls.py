@@ -139,6 +139,9 @@ class PrefixCacheReset(Call):
 class CacheReset(Call):
     """`KVCacheManager.reset_cache`: a step has failed."""
 
+    num_plans: int = 1
+    """That are void: it, and those launched after it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retold(Call):

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from octavo.errors import NumericsError
 from octavo.layers.workspace import Workspace
 from octavo.models.decoder import Decoder
 from octavo.plan import (
@@ -28,7 +27,7 @@ from octavo.sampling.batch import SamplingState
 from octavo.sampling.beams import BeamRows, beam_candidates
 from octavo.sampling.draw import rows_per_chunk
 from octavo.sampling.logprobs import prompt_logprobs
-from octavo.sampling.sampler import Sampled, sample
+from octavo.sampling.sampler import Sampled, not_finite, sample
 
 Drawn = tuple[list[SeqResult], list[list[BeamCandidate]]]
 """What sequences drew, and the candidates of the beams."""
@@ -199,14 +198,6 @@ def check_finite(logits: Tensor, seq_ids: list[int]) -> None:
     if not finite.all():
         bad = [seq_ids[row] for row in (~finite).nonzero()[:, 0].tolist()]
         raise not_finite(bad)
-
-
-def not_finite(seq_ids: list[int]) -> NumericsError:
-    """The error of sequences whose logits are not finite."""
-    return NumericsError(
-        f"the model computed NaN or infinity for sequences {seq_ids}: its weights are damaged, or "
-        "too large for their type (try --dtype float32)"
-    )
 
 
 def compact(logits: Tensor, rows: list[int]) -> Tensor:

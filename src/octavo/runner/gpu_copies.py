@@ -68,7 +68,8 @@ class GpuCopies:
         pool, host: [num_blocks, block_bytes] uint8; host is pinned.
         """
         runs = list(_runs(copies))
-        pairs = self._send_pairs([copy for run in runs if run.in_launch for copy in run.copies])
+        launched = [copy for run in runs if run.in_launch for copy in run.copies]
+        pairs = self._send_pairs(launched) if launched else None
         first = 0
         for kind, group in groupby(runs, key=lambda run: run.kind):
             same_kind = list(group)
@@ -81,6 +82,7 @@ class GpuCopies:
                 elif kind is CopyKind.FROM_DISK:
                     self._from_disk(run.copies, pool, disk)
                 elif run.in_launch:
+                    assert pairs is not None
                     copy_blocks(into, out_of, pairs[first : first + len(run.copies)])
                     first += len(run.copies)
                 else:
@@ -100,8 +102,6 @@ class GpuCopies:
 
     def _send_pairs(self, copies: list[BlockCopy]) -> Tensor:
         """[num_copies, 2] int64 on the device: the blocks to read, and to write."""
-        if not copies:
-            return torch.empty((0, 2), dtype=torch.int64, device=self._device)
         pairs = np.array([copy[:2] for copy in copies], dtype=np.int64)
         return self._pairs.send(pairs).view(torch.int64).view(-1, 2)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from octavo.errors import CapacityError
 from octavo.ops.cpu.memory import give_back
+from octavo.ops.gpu.launch import ALIGNMENT
 from octavo.ops.gpu.memory import PinnedMemory
 from octavo.plan import BlockCopy, BlockLabel, CopyKind
 from octavo.runner.pool_memory import DevicePool, HostPool, PoolMemory
@@ -32,7 +33,8 @@ needs a microsecond a block and one thread. Measured on a CPU for blocks of 23 K
 two to five times as fast as one index operation over many blocks."""
 _PROBE_BYTES = 8 << 20
 _GPU_PROBE_BYTES = 64 << 20
-_ALIGN = 16
+MAX_SLOTS = 2**31 - 1
+"""Tokens that a pool has room for at most: slots travel to GPUs as 32-bit numbers."""
 
 Bytes = NDArray[np.uint8]
 
@@ -78,7 +80,7 @@ class KVStore:
     the pool can grow without moving (addresses are reserved, memory is not; the pool's size where
     the device or the system cannot do that); num_host_blocks: size of the host tier; disk: the tier
     behind that. Raises `MemoryError` where there is no room for the pool, `CapacityError` for the
-    host tier.
+    host tier, and for a pool of more than `MAX_SLOTS` tokens, up to which it can grow at most.
 
     `data` has `max_blocks` rows, so that neither its address nor its shape changes with the size.
     """
@@ -105,9 +107,15 @@ class KVStore:
         """Of one block, over all layers, scales included."""
         if kv_dtype == torch.float8_e4m3fn:
             self._scales_bytes = math.prod(self._shape[:-1]) * torch.float16.itemsize
-            self.block_bytes = cdiv(self._codes_bytes + self._scales_bytes, _ALIGN) * _ALIGN
+            self.block_bytes = cdiv(self._codes_bytes + self._scales_bytes, ALIGNMENT) * ALIGNMENT
+        self._most = MAX_SLOTS // block_size
+        if num_blocks > self._most:
+            raise CapacityError(
+                f"a KV pool holds at most {MAX_SLOTS:,} tokens: {num_blocks:,} blocks of "
+                f"{block_size} are too many; use fewer"
+            )
         self.num_blocks = num_blocks
-        self._memory = self._make_pool(num_blocks, max_blocks or 0)
+        self._memory = self._make_pool(num_blocks, min(max_blocks or 0, self._most))
         self._set_views()
         self._gpu = self._make_gpu_copies()
         self.add_tiers(num_host_blocks, disk)
@@ -184,6 +192,8 @@ class KVStore:
         back to the system. Within `max_blocks` the address stays. Raises `MemoryError`, and changes
         nothing, where there is no room.
         """
+        if num_blocks > self._most:
+            raise MemoryError(f"a KV pool has at most {self._most:,} blocks: {num_blocks:,}")
         moved = self._memory.resize(num_blocks)
         if moved:
             self._set_views()

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.errors import NumericsError
 from octavo.ops.gpu.logprobs import token_logprobs
 from octavo.ops.gpu.sampling import (
     MAX_SPLITS,
@@ -30,7 +29,7 @@ from octavo.ops.gpu.sampling_top import CAPACITY, MAX_ROWS, PAIRS, draw_top, top
 from octavo.plan import TokenLogprobs
 from octavo.sampling.batch import SamplingState
 from octavo.sampling.device_rows import DeviceRows
-from octavo.sampling.sampler import Sampled
+from octavo.sampling.sampler import Sampled, not_finite
 from octavo.sampling.select import looks_at_all, top_candidates
 from octavo.sampling.staging import HostBytes, offsets_of, upload
 
@@ -41,7 +40,7 @@ _TOP_ELEMENTS = 1 << 23
 class DeviceDraw:
     """One launch: its tokens are on the device, and on their way to the host.
 
-    num_logprobs: rows that want logprobs; most: of how many top tokens.
+    rows: of the sequences; most: top tokens that a row with logprobs wants, the most of all rows.
     """
 
     def __init__(
@@ -91,10 +90,7 @@ class DeviceDraw:
         self._sampler.give_hosts(hosts)
         if not all(finite):
             bad = [seq_id for seq_id, fine in zip(self.seq_ids, finite, strict=True) if not fine]
-            raise NumericsError(
-                f"the model computed NaN or infinity for sequences {bad}: its weights are damaged, "
-                "or too large for their type (try --dtype float32)"
-            )
+            raise not_finite(bad)
         return Sampled(token_ids, logprobs)
 
     def _logprobs(self, token_ids: list[int], host: HostBytes) -> list[TokenLogprobs | None]:
@@ -130,8 +126,6 @@ class DeviceSampler:
 
         self._bests, self._leasts = column(torch.float32), column(torch.float32)
         self._totals = column(torch.float64)
-        self.cuts, self.ties = column(torch.float32), column(torch.int32)
-        """What `draw_top` tells of its rows."""
         self._tops, self._log_sums = column(torch.float32), column(torch.float32)
         self._hosts: list[tuple[HostBytes, HostBytes]] = []
         self._rows = DeviceRows([], vocab_size)
@@ -221,7 +215,7 @@ class DeviceSampler:
             draw_top(
                 logits, of["top_rows"], of["rates"], of["min_p"], of["top_k"], of["top_p"],
                 of["numbers"], self._bests, self._leasts, self._totals, self._top_scratch,
-                draw.token_ids, self.cuts, self.ties,
+                draw.token_ids,
             )  # fmt: skip
 
     def _look(
@@ -252,5 +246,5 @@ def device_sampling_bytes(max_rows: int, vocab_size: int) -> int:
     """What a `DeviceSampler` holds. Launches take a little more while they run: results, uploads,
     and where logprobs are wanted, copies of rows (`_TOP_ELEMENTS` logits at a time; rows with
     `allowed_token_ids` all at once)."""
-    per_row = 2 * 4 * MAX_SPLITS + 4 * 4 * num_tiles(vocab_size) + 6 * 4 + 8
+    per_row = 2 * 4 * MAX_SPLITS + 4 * 4 * num_tiles(vocab_size) + 4 * 4 + 8
     return max_rows * per_row + min(max_rows, MAX_ROWS) * (CAPACITY + PAIRS) * 8

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.errors import NumericsError
 from octavo.plan import TokenLogprobs
 from octavo.request import MAX_BEAM_WIDTH
 from octavo.sampling.adjust import adjust
@@ -22,6 +23,14 @@ _BYTES_PER_ELEMENT = 32
 """Most that the work on one piece of the logits holds at a time, for each of its elements."""
 _BYTES_PER_SORTED_ELEMENT = 72
 """The same where whole rows of packed 64-bit integers are sorted."""
+
+
+def not_finite(seq_ids: list[int]) -> NumericsError:
+    """The error of sequences whose logits are not finite."""
+    return NumericsError(
+        f"the model computed NaN or infinity for sequences {seq_ids}: its weights are damaged, or "
+        "too large for their type (try --dtype float32)"
+    )
 
 
 class Sampled(NamedTuple):

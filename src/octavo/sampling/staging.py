@@ -10,7 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_ALIGN = 16
+from octavo.ops.gpu.launch import ALIGNMENT
+from octavo.util import cdiv
+
 _DTYPES: dict[str, torch.dtype] = {
     "int32": torch.int32,
     "int64": torch.int64,
@@ -24,7 +26,7 @@ def offsets_of(sizes: Sequence[int]) -> tuple[list[int], int]:
     starts, end = [], 0
     for size in sizes:
         starts.append(end)
-        end += -(-size // _ALIGN) * _ALIGN
+        end += cdiv(size, ALIGNMENT) * ALIGNMENT
     return starts, end
 
 

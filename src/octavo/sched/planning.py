@@ -78,7 +78,7 @@ class Planner:
                 continue
             index += 1
             group, num_known, num_pending = seq.group, len(seq.token_ids), seq.num_pending
-            # `not _may_go_ahead(seq)`, written out.
+            # `not seq.may_go_ahead`, written out.
             if num_pending and (
                 not plan_ahead
                 or num_pending > 1
@@ -128,7 +128,7 @@ class Planner:
             self._counted_at = num_removed
             ahead = self._plan_ahead
             wanting = (
-                not seq.num_pending or (ahead and _may_go_ahead(seq)) for seq in reversed(running)
+                not seq.num_pending or (ahead and seq.may_go_ahead) for seq in reversed(running)
             )
             self._counts = list(accumulate(wanting, initial=0))
         return self._counts[len(running) - index]
@@ -369,13 +369,6 @@ class Planner:
         group.carrier = None
         if group.unborn:
             self._roster.promote(group)
-
-
-def _may_go_ahead(seq: Sequence) -> bool:
-    """Whether one whose token is being sampled may compute that token, unseen, in the next plan:
-    its KV, and the draw of the next. It may turn out to have ended before; never by length."""
-    group = seq.group
-    return seq.num_pending == 1 and len(seq.token_ids) < group.ahead_until and not group.expected
 
 
 def _are_beams_of(search: BeamSearch | None, running: list[Sequence]) -> bool:

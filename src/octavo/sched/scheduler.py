@@ -342,6 +342,11 @@ class Scheduler:
         ]
         return self._log.events(request_id, waiting=waiting, now_s=self._roster.now_s)
 
+    @property
+    def has_more(self) -> bool:
+        """Whether a plan besides those under way is worth trying."""
+        return self._moved is not None or self._roster.has_more
+
     def has_unfinished(self) -> bool:
         """Whether a sequence is live, or the news of one's end was not taken."""
         return bool(self._roster.sequences or self._roster.news)

@@ -94,8 +94,9 @@ class SequenceGroup:
     search: BeamSearch | None = None
     """Under beam search: its beams."""
     ahead_until: int = 0
-    """A sequence of fewer known tokens may be planned while its next one is being sampled. 0 where
-    tokens can only be drawn by who knows those before."""
+    """A sequence of fewer known tokens may be planned while its next one is being sampled: of at
+    most 10 tokens, one of up to 8, as then there is a tenth to draw from the ninth. 0 where tokens
+    can only be drawn by who knows those before."""
 
     def __post_init__(self) -> None:
         self.stop_ids = self.request.eos_token_ids | self.request.stop_token_ids
@@ -152,6 +153,15 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Tokens sampled so far."""
         return len(self.token_ids) - len(self.group.request.prompt_token_ids)
+
+    @property
+    def may_go_ahead(self) -> bool:
+        """Whether its token that is being sampled may be computed, unseen, in the next plan: its
+        KV, and the draw of the next. It may turn out to have ended before; never by length."""
+        group = self.group
+        return (
+            self.num_pending == 1 and len(self.token_ids) < group.ahead_until and not group.expected
+        )
 
     def news(
         self,

@@ -147,6 +147,35 @@ def test_fp8_cache(
     assert relative_error(out, exact) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("distance", [9.0, 10.5])
+@pytest.mark.parametrize("scale,growing", [(7e-5, 0), (60_000.0, 0), (1.0, 4), (1.0, -4)])
+def test_fp8_values_of_any_size_beside_a_sink(
+    scale: float, growing: int, distance: float, make_paged: Any,
+    relative_error: Callable[[Tensor, Tensor], float],
+) -> None:  # fmt: skip
+    """The first token has nearly all of the weight and values of 0: the result is made of what the
+    others add. Their scales are equal, or change by 10^4 from the first token to the last."""
+    paged = make_paged([100], block_size=16, num_kv_heads=1, head_dim=16, dtype=torch.float16,
+                       fp8=True)  # fmt: skip
+    blocks = paged.tables()[0, :7].long()
+    keys, values = (
+        paged.kv_cache[:, 1, part, 0].float()[blocks].reshape(112, 16) for part in (0, 1)
+    )
+    keys[:], keys[0, 0], values[0] = 0.0, 1.0, 0.0
+    values = values.abs().nan_to_num(1.0)
+    scales = scale * 10 ** (growing * torch.linspace(0, 1, 112, device=keys.device))
+    for part, x in ((0, keys), (1, values if scale < 1 else values / 448)):
+        codes = x.to(torch.float8_e4m3fn).view(torch.uint8)
+        paged.kv_cache.view(torch.uint8)[blocks, 1, part, 0] = codes.view(7, 16, 16)
+    assert paged.kv_scales is not None
+    paged.kv_scales[blocks, 1, 0, 0] = 1.0
+    paged.kv_scales[blocks, 1, 1, 0] = scales.half().view(7, 16)
+    query = torch.zeros((1, 2, 16), dtype=torch.float16, device=keys.device)
+    query[:, :, 0] = 4 * distance
+    exact = expected(query, paged, 0.25, 0, 0.0)
+    assert relative_error(run(query, paged, max_items=3), exact) < 3e-3
+
+
 def test_more_query_heads_than_a_product_has_rows(
     make_paged: Any, generator: torch.Generator, relative_error: Callable[[Tensor, Tensor], float]
 ) -> None:
@@ -218,6 +247,14 @@ def test_refusals_name_the_argument(make_paged: Any, generator: torch.Generator)
     query = draw((1, 4, 16), torch.float16, generator)
     with pytest.raises(TypeError, match="kv_cache must have query's type"):
         run(query.float(), paged)
+    for name in ("seq_lens", "table_rows", "block_tables"):
+        wide = dataclasses.replace(paged, **{name: getattr(paged, name).long()})
+        with pytest.raises(TypeError, match=rf"must be int32.*{name} torch.int64"):
+            run(query, wide)
+        x = getattr(paged, name)
+        apart = dataclasses.replace(paged, **{name: x.repeat_interleave(2, -1)[..., ::2]})
+        with pytest.raises(TypeError, match=rf"{name} torch.int32 strides"):
+            run(query, apart)
     with pytest.raises(ValueError, match="do not fit"):
         run(query[:, :3], paged)
     with pytest.raises(ValueError, match="room for 1 sequences"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.ops.gpu import memory as memory_module
 from octavo.ops.gpu.driver import DriverError
 from octavo.ops.gpu.memory import PinnedRing, ReservedMemory
 
@@ -129,6 +131,41 @@ def test_a_dead_device_is_no_second_error() -> None:
     memory.close()
     with pytest.raises(AssertionError, match="given back"):
         memory.map_to(0)
+
+
+class LateEvent:
+    """The copy it stands behind is not over before somebody waits for it."""
+
+    def __init__(self, _: object) -> None:
+        self.num_recorded = self.num_waits = 0
+
+    def record(self) -> None:
+        self.num_recorded += 1
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+
+
+def test_a_buffer_is_written_again_only_when_its_copy_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory_module, "_event", LateEvent)
+    ring = PinnedRing(CPU, num_buffers=3, num_bytes=64)
+    events: list[Any] = ring._left
+    views, turns = ring.words(2), []
+    for step in range(7):
+        turn = ring.next()
+        assert events[turn].num_waits == events[turn].num_recorded + 1  # waited for all it sent
+        views[turn][:] = step
+        turns.append(turn)
+        ring.sent()
+    assert turns == [turns[0], turns[1], turns[2]] * 2 + turns[:1] and len(set(turns)) == 3
+    assert sorted(int(view[0]) for view in views) == [4, 5, 6]
+    ring.send(np.arange(8))  # still fits
+    assert ring.words(2)[turns[1]].data_ptr() == views[turns[1]].data_ptr()
+    assert [event.num_recorded for event in events] == [
+        3 if turn in (turns[0], turns[1]) else 2 for turn in range(3)
+    ]
 
 
 def test_ring_sends_what_the_array_held(device: torch.device) -> None:

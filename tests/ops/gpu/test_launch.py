@@ -35,3 +35,24 @@ def test_prepared(shift: int, with_extra: bool, device: torch.device) -> None:
         expected = 2 * (x * factor + (1 if with_extra else 0))
         assert torch.equal(out[:count], expected[:count])
         assert out[count:].isnan().all()
+
+
+def test_other_types_are_refused(device: torch.device) -> None:
+    x = torch.arange(16.0, device=device)
+    call = Prepared(_scale, (x, x, None, 1, 1.0), (16, False), num_warps=1)
+    for arguments in ((x, x.int(), None), (x, x, x), (x.half(), x, None)):
+        with pytest.raises(TypeError, match="compiled for"):
+            call((1, 1, 1), *arguments, 16, 1.0)
+
+
+@pytest.mark.gpu
+def test_what_is_compiled_is_launched(device: torch.device) -> None:
+    """Not by the way that looks the kernel up, unless a pointer is not aligned."""
+    x, out = torch.arange(16.0, device=device), torch.full((16,), torch.nan, device=device)
+    call = Prepared(_scale, (out, x, None, 1, 1.0), (16, True), num_warps=1)
+    assert call._compiled is not None
+    call._kernel = None
+    call((1, 1, 1), out, x, None, 16, 3.0)
+    assert torch.equal(out, 6 * x)
+    with pytest.raises(TypeError, match="NoneType"):
+        call((1, 1, 1), out, x[1:], None, 15, 3.0)

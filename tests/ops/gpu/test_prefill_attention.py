@@ -277,7 +277,12 @@ print("shared", made.metadata.shared)
 
 def test_roles_of_warps_compile_without_a_gpu(tmp_path: Path) -> None:
     """The interpreter does not know Gluon: without a Hopper GPU this is all that can be seen."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     ran = subprocess.run(
         [sys.executable, "-c", _COMPILE], env=environment, capture_output=True, text=True
     )

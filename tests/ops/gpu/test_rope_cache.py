@@ -141,6 +141,31 @@ def test_fp8_codes_times_scales_are_the_values(rotary_dim: int, device: torch.de
     assert not written[:, 0].any()
 
 
+@pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
+@pytest.mark.parametrize("rotary_dim", [32, 20])
+def test_fp8_keeps_what_is_not_finite(rotary_dim: int, device: torch.device) -> None:
+    """A damaged model must not become one that answers."""
+    torch.manual_seed(0)
+    inputs = _inputs((4, 2, 2, 32, rotary_dim, 4, False), torch.float32, device)
+    inputs["slot_mapping"] = torch.arange(4, device=device)
+    inputs["cos_sin"][:, : rotary_dim // 2], inputs["cos_sin"][:, rotary_dim // 2 :] = 1.0, 0.0
+    bad = (float("nan"), float("inf"), -1e9)
+    q, k, v = _copy(inputs)
+    for token, x in enumerate(bad):
+        for part, at in ((k, 3), (k, 31), (v, 7)):
+            part[token, int(at == 31), at] = x
+    codes = torch.zeros((1, 1, 2, 2, 4, 32), dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.zeros((1, 1, 2, 2, 4), dtype=torch.float16, device=device)
+    rest = inputs["rope_rows"], inputs["cos_sin"], inputs["slot_mapping"]
+    rope_and_cache(q, k, v, *rest, codes, scales, 0)
+    of_values = scales[0, 0, 1, 0]
+    assert of_values[:3].tolist()[1:] == [float("inf")] * 2 and of_values[0].isnan()
+    assert not scales[0, 0, 0, :, :3].isfinite().any()
+    assert scales[0, 0, :, :, 3].isfinite().all() and scales[0, 0, 1, 1].isfinite().all()
+    read = codes[0, 0, 1, 0].float() * of_values.float()[:, None]
+    assert read[0].isnan().all() and read[1, 7] == float("inf") and read[2, 7] == -float("inf")
+
+
 def test_refuses_what_does_not_fit(device: torch.device) -> None:
     inputs = _inputs(CASES[0], torch.float32, device)
     q, k, v = _copy(inputs)
@@ -152,5 +177,8 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
         rope_and_cache(q, k, v, *rest, cache.half(), None, 0)
     with pytest.raises(ValueError, match="dense heads"):
         rope_and_cache(q[:, :, ::2], k, v, *rest, cache, None, 0)
+    rows = inputs["rope_rows"]
+    with pytest.raises(ValueError, match=r"rope_rows must be \[3\], contiguous"):
+        rope_and_cache(q, k, v, rows.repeat_interleave(2)[::2], *rest[1:], cache, None, 0)
     with pytest.raises(ValueError, match="contiguous within a block"):
         rope_and_cache(q, k, v, *rest, cache.transpose(0, 1), None, 0)

@@ -9,16 +9,21 @@ import pytest
 import torch
 
 from octavo.attention import work
+from octavo.ops import reference
+from octavo.ops.gpu.decode_attention import paged_decode
 from octavo.ops.gpu.inputs import prepare, take_tokens
 from octavo.plan import NewSeq, SeqPlan, StepPlan
 from octavo.request import SamplerParams
 from octavo.runner.gpu.cutting import Cutter, Shape
-from octavo.runner.gpu.graphs import graph_sizes, mixed_sizes
+from octavo.runner.gpu.graphs import RoomCalls, StepGraphs, graph_sizes, mixed_sizes
 from octavo.runner.gpu.inputs import GpuInputs
 from octavo.runner.gpu.layout import Layout, Room, Sizes
-from octavo.runner.gpu.runner import _chunks
-from octavo.runner.gpu.staging import NUM_BUFFERS, Staging
-from octavo.runner.gpu.steps import scratch_step
+from octavo.runner.gpu.steps import large_steps, longest_chunks, scratch_step
+
+
+@pytest.fixture
+def generator(device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(0)
 
 
 def int32(values: list[int], device: torch.device) -> torch.Tensor:
@@ -97,9 +102,12 @@ def test_ladder_of_recorded_sizes_with_prompts(most: int) -> None:
 
 
 def test_the_largest_step_has_few_long_prompts() -> None:
-    assert _chunks(8192 - 1024, 1024, 8192) == [7169]
-    assert _chunks(100, 10, 41) == [41, 41, 21]
-    assert _chunks(100, 2, 11) == [11, 11] and _chunks(0, 5, 9) == _chunks(9, 5, 1) == []
+    assert longest_chunks(8192 - 1024, 1024, 8192) == [7169]
+    assert longest_chunks(100, 10, 41) == [41, 41, 21]
+    assert (
+        longest_chunks(100, 2, 11) == [11, 11]
+        and longest_chunks(0, 5, 9) == longest_chunks(9, 5, 1) == []
+    )
 
 
 def test_sections_do_not_overlap_and_are_aligned() -> None:
@@ -112,31 +120,39 @@ def test_sections_do_not_overlap_and_are_aligned() -> None:
     assert taken.max() == 1 and layout.num_words <= taken.sum() + 4 * len(layout.spans)
 
 
-def test_buffers_come_in_turn(device: torch.device) -> None:
-    staging = Staging(8, device)
-    views = staging.views(3)
-    turns = []
-    for step in range(2 * NUM_BUFFERS):
-        turn, words = staging.next()
-        words[:3] = step
-        assert views[turn].tolist() == [step] * 3
-        views[turn].to(device, non_blocking=True)
-        staging.sent()
-        turns.append(turn)
-    assert turns[:NUM_BUFFERS] == turns[NUM_BUFFERS:] and len(set(turns)) == NUM_BUFFERS
-
-
 def test_fresh_chunks_are_in_tiles_of_their_own() -> None:
     shape = Shape(num_heads=4, num_kv_heads=2, head_dim=64, fresh_tokens=100)
-    step = scratch_step(2, [99, 100, 300])
-    seq_lens = step.starts + step.counts
-    seq_lens[4] += 16  # part of it lies in the pool already
-    step.starts[4] = 16
-    paged, fresh = Cutter(shape).tiles(step, seq_lens)
-    assert set(paged[:, 0]) == {2, 4} and set(fresh[:, 0]) == {3}
     tile = work.prefill_tile_tokens(2, 64)
-    assert sorted(fresh[:, 1]) == list(range(0, 100, tile))
-    assert len(paged) == -(-99 // tile) + -(-300 // tile)
+    for long in (1847, 1848):  # with it, the step has 2048 tokens, or 2049
+        step = scratch_step(2, [99, 100, long])
+        seq_lens = step.starts + step.counts
+        seq_lens[4] += 16  # part of it lies in the pool already
+        step.starts[4] = 16
+        paged, fresh = Cutter(shape).tiles(step, seq_lens)
+        if long == 1847:  # a step that could be recorded goes the way of those that are
+            assert set(paged[:, 0]) == {2, 3, 4} and not len(fresh)
+            continue
+        assert set(paged[:, 0]) == {2, 4} and set(fresh[:, 0]) == {3}
+        assert sorted(fresh[:, 1]) == list(range(0, 100, tile))
+        assert len(paged) == -(-99 // tile) + -(-long // tile)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "longest"), [(32, 8, 8192), (40, 40, 8192), (32, 8, 700)]
+)
+def test_large_steps_have_few_and_many_tiles_of_both_kinds(
+    num_heads: int, num_kv_heads: int, longest: int
+) -> None:
+    """Kernels of few and of many programs are compiled apart, and none while requests wait."""
+    shape = Shape(num_heads, num_kv_heads, head_dim=128, num_sms=132, fresh_tokens=256)
+    seen = set()
+    for num_decodes, chunks in large_steps(256, longest):
+        assert sum(chunks) + num_decodes == 2049 and max(chunks) <= longest
+        step = scratch_step(num_decodes, chunks)
+        paged, fresh = Cutter(shape).tiles(step, step.starts + step.counts)
+        seen.add((num_kv_heads * len(paged) > 132, num_kv_heads * len(fresh) > 132))
+    assert seen == {(True, False), (False, True)}
+    assert large_steps(0, longest) == large_steps(256, 255) == ()
 
 
 def test_a_step_lies_where_its_views_say(device: torch.device) -> None:
@@ -232,6 +248,74 @@ def test_a_recorded_step_with_prompts_is_filled_up_with_nothing(device: torch.de
     assert of.item_start.tolist() == [0, 1, 1, 1, 1]
     assert of.prefill_tiles.tolist()[:2] == [[1, 0], [2, 0]]
     assert set(of.prefill_tiles[2:, 0].tolist()) == {-1}
+
+
+@pytest.mark.parametrize(("free", "expected"), [([900, 300], 600), ([300, 900], 0)])
+def test_memory_of_recorded_steps_is_what_is_free_no_more(
+    free: list[int], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = StepGraphs(torch.device("cpu"), lambda _: RoomCalls(lambda: None, lambda: None))
+    seen: list[bool] = []
+    monkeypatch.setattr(
+        graphs, "_free_bytes", lambda: (seen.append(bool(graphs._replays)), free.pop(0))[1]
+    )
+    assert graphs.capture((1, 2), (16,)).num_bytes == expected
+    assert seen == [False, True]
+
+
+@pytest.mark.parametrize("num_decodes", [0, 64, 200])
+@pytest.mark.parametrize("num_chunks", [8, 24, 48, 64])
+def test_chunks_behind_cached_prefixes_fit_recorded_steps(
+    num_chunks: int, num_decodes: int
+) -> None:
+    """Of 2 to 16 tokens, and of 4 each, which may be filled up to twice the step at most."""
+    cutter = Cutter(Shape(32, 8, 128, fresh_tokens=256))
+    graphs = StepGraphs(torch.device("cpu"), lambda _: RoomCalls(lambda: None, lambda: None))
+    graphs.capture((1,), mixed_sizes(8192))
+    rng = np.random.default_rng(num_chunks)
+    draws = [rng.integers(2, 17, num_chunks).tolist() for _ in range(50)] + [[4] * num_chunks]
+    for chunks in draws:
+        step = scratch_step(num_decodes, chunks)
+        num_tokens = len(step.token_ids)
+        sizes = [room.num_tokens for room in graphs.rooms_for(num_tokens, mixed=True)]
+        fits = [
+            size
+            for size in sizes
+            if cutter.num_tiles(step) <= cutter.max_tiles(size, min(1024, size))
+        ]
+        assert fits, (num_decodes, chunks)
+        assert num_tokens <= fits[0] <= sizes[-1] < max(256, 2 * num_tokens) + 64
+
+
+def test_padding_has_an_item_to_write_zeros_with(
+    device: torch.device, generator: torch.Generator
+) -> None:
+    """Five decodes whose contexts would be cut into all items of a recorded step of eight."""
+    shape = Shape(num_heads=2, num_kv_heads=1, head_dim=32, num_sms=6)
+    inputs = GpuInputs(16, 8, 32, 20, shape, device)
+    length, num_items = 261, work.max_decode_items(8, 1, 6)
+    assert len(work.plan_decode([length] * 5, num_items)[0]) > num_items - 3
+    new = [NewSeq(i, [i + 1] * length, SamplerParams()) for i in range(5)]
+    blocks = [tuple(range(17 * i, 17 * i + 17)) for i in range(5)]
+    seqs = [SeqPlan(i, length - 1, 1, blocks[i], None, True) for i in range(5)]
+    inputs.apply(StepPlan(0, new_seqs=new, seqs=seqs))
+    placed = inputs.upload(inputs.describe(seqs), Room(8, mixed=False))
+    inputs.prepare(placed)
+    pool = torch.randn((85, 1, 2, 1, 16, 32), generator=generator, device=device)
+    query = torch.randn((8, 2, 32), generator=generator, device=device)
+    query[5:] = torch.nan
+    out, partial = torch.full_like(query, torch.nan), torch.zeros(num_items, 2, 32, device=device)
+    paged_decode(
+        out, query, pool, None, 0, inputs.tables, placed.table_rows, placed.seq_lens,
+        placed.work.decode_items, placed.work.item_start, partial, partial[..., 0].contiguous(),
+        0.2,
+    )  # fmt: skip
+    tables = torch.tensor(blocks, dtype=torch.int32, device=device)
+    lens, starts = placed.seq_lens[:5], torch.arange(6)
+    exact = reference.paged_attention(
+        query[:5].double(), pool.double(), 0, tables, lens, starts, 0.2
+    )
+    assert (out[5:] == 0).all() and torch.allclose(out[:5].double(), exact, atol=1e-5)
 
 
 def test_no_step_is_larger_than_the_buffers(device: torch.device) -> None:

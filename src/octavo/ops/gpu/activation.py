@@ -1,4 +1,7 @@
-"""Gated activations: act(gate) * up of rows that hold gate, then up."""
+"""Gated activations: act(gate) * up of rows that hold gate, then up.
+
+The models served so far take silu; gelu in both forms is for those of other families.
+"""
 
 import triton
 import triton.language as tl

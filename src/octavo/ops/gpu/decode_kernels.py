@@ -5,7 +5,10 @@
 import triton
 import triton.language as tl
 
-_LIFT = tl.constexpr(16.0)  # keeps probabilities times fp8 scales out of float16's subnormals
+# Under fp8, float16 holds probability * scale / largest scale so far * _LIFT, which is at most
+# _LIFT: nothing overflows, and what is a 10^-9th of the largest is no subnormal yet.
+_LIFT = tl.constexpr(32768.0)
+_LEAST_SCALE = tl.constexpr(6.103515625e-05)  # of those that are written, see `rope_cache`
 
 
 @triton.jit
@@ -57,10 +60,10 @@ def merge_kernel(
     skipped = tl.maximum(seq_len - window - start, 0) // length
     count = tl.cdiv(seq_len - start, length) - skipped
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         # One program waits in any case: successors wait for this kernel only.
         if (count > 1) | (tl.program_id(0) + seq == 0):
             tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if count > 1:
         dims = tl.arange(0, DIM_PAD)
         heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
@@ -112,7 +115,9 @@ def decode_kernel(
 
     keys is the pool, [blocks, layers, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM] with blocks
     BLOCK_STRIDE apart; or, with PAGED False, keys and values are [sequences, NUM_KV_HEADS,
-    BLOCK_SIZE, HEAD_DIM]. Under fp8, even and odd dimensions are multiplied apart, in float16.
+    BLOCK_SIZE, HEAD_DIM]. Under fp8, even and odd dimensions are multiplied apart, in float16
+    (float32 for such queries); probabilities times their tokens' scales are there divided by the
+    largest scale, and the sums multiplied by it again in float32.
     """
     item = tl.program_id(1)
     head, part = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS
@@ -160,8 +165,9 @@ def decode_kernel(
         keys += seq_long * BLOCK_STRIDE + head * plane
         values += seq_long * BLOCK_STRIDE + head * plane
     if PDL:
+        # What is read above came with the step's upload and `inputs.prepare`, which is no PDL.
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()  # all above was written by the step's first kernels
     best = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM_PAD // numbers], tl.float32)
@@ -170,6 +176,8 @@ def decode_kernel(
     q = tl.load(q_at, mask=q_mask, other=0.0)
     if fp8:
         second_acc = tl.zeros_like(acc)
+        # The largest scale so far, which the sums are in units of.
+        top_scale = tl.full([], _LEAST_SCALE, tl.float32)
         second_q = tl.load(q_at + 1, mask=q_mask, other=0.0)
         if q.dtype != tl.float32:  # codes are exact in it, and scores larger than in bfloat16
             q, second_q = q.to(tl.float16), second_q.to(tl.float16)
@@ -219,7 +227,11 @@ def decode_kernel(
         total = total * fade + tl.sum(weights, 1)
         if fp8:
             v_scale = tl.load(scale_at + NUM_KV_HEADS * BLOCK_SIZE, mask=inside, other=0.0)
-            weights = (weights * v_scale.to(tl.float32)[None, :] * _LIFT).to(q.dtype)
+            v_scale = v_scale.to(tl.float32)
+            new_top = tl.maximum(top_scale, tl.max(v_scale, 0))
+            weights = (weights * (v_scale * (1.0 / new_top) * _LIFT)[None, :]).to(q.dtype)
+            fade *= top_scale / new_top
+            top_scale = new_top
             v, second_v = _two_codes(v, ASM)
             second_acc = tl.dot(
                 weights, second_v.to(q.dtype), second_acc * fade[:, None], input_precision="ieee"
@@ -230,7 +242,7 @@ def decode_kernel(
         best = new_best
 
     if fp8:
-        acc = tl.join(acc, second_acc).reshape((ROWS, DIM_PAD)) * (1.0 / _LIFT)
+        acc = tl.join(acc, second_acc).reshape((ROWS, DIM_PAD)) * (top_scale / _LIFT)
     total = tl.where(total > 0.0, total, 1.0)
     acc /= total[:, None]
     if (first <= window_start) & (end == seq_len):

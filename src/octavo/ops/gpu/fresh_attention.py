@@ -159,6 +159,7 @@ def fresh_prefill(
     assert all(x.stride()[1:] == (head_dim, 1) for x in (out, query, key, value))
     assert key.stride(0) == value.stride(0) and num_heads % num_kv_heads == 0
     assert query.dtype == key.dtype == value.dtype == out.dtype and tiles.is_contiguous()
+    assert query_start_loc.dtype == tiles.dtype == torch.int32 and query_start_loc.stride(0) == 1
     if not len(tiles):
         return
     group = num_heads // num_kv_heads

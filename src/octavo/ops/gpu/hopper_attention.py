@@ -23,10 +23,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.ops.gpu import pdl
 from octavo.ops.gpu.hopper_parts import compute, move
+from octavo.ops.gpu.prefill_attention import LOG2_E
 
 _ROWS = 128
 _HEAD_DIM = 128
-_LOG2_E = 1.4426950408889634
 # Its arguments changed between versions of Triton.
 _LISTED = gl.constexpr("functions_and_args" in inspect.signature(gl.warp_specialize).parameters)
 
@@ -210,7 +210,7 @@ def prefill(
     _prefill_kernel[(min(total, pdl.num_sms(query.device)),)](
         out, desc_q, desc_k, desc_v, tables, tiles if table_rows is None else table_rows,
         query_start_loc if seq_lens is None else seq_lens, query_start_loc, tiles, total,
-        scale * _LOG2_E, layer, out.stride(0), layer_rows, block_rows, tables.stride(0),
+        scale * LOG2_E, layer, out.stride(0), layer_rows, block_rows, tables.stride(0),
         PAGED=isinstance(kv, Tensor), ROWED=table_rows is not None, GROUP=group,
         NUM_KV_HEADS=num_kv_heads, PACK=group, BLOCK=block, BOX=box, TILE=tile, STAGES=stages,
         num_warps=4, maxnreg=168,

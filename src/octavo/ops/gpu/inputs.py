@@ -32,6 +32,9 @@ def _prepare(
 
     A sequence's last token is fed from the device only where it computes that token alone, and
     those come first: token i is then sequence i's.
+
+    Never to be launched as PDL (`ops.gpu.pdl`): kernels of the step read what it and the upload
+    before it write without waiting for more than their own predecessor.
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_token = at < num_tokens

@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-_ALIGNMENT = 16
-"""Bytes: Triton compiles a version of its own for pointers that are no multiples of it."""
+ALIGNMENT = 16
+"""Bytes of the widest load. Triton compiles a version of its own for pointers that are no multiples
+of it, so all that is put side by side begins at one."""
 
 
 class Prepared:
@@ -21,7 +22,7 @@ class Prepared:
     (`do_not_specialize`, or floats); the constants (tl.constexpr) come behind them.
     """
 
-    __slots__ = ("_compiled", "_constants", "_kernel", "_options")
+    __slots__ = ("_compiled", "_constants", "_kernel", "_options", "_types")
 
     def __init__(
         self, kernel: Any, arguments: tuple[Any, ...], constants: tuple[Any, ...], **options: Any
@@ -32,21 +33,25 @@ class Prepared:
         """
         self._kernel, self._constants, self._options = kernel, constants, options
         self._compiled = None
+        self._types = [x.dtype if isinstance(x, Tensor) else x is None for x in arguments]
         if any(isinstance(x, Tensor) and x.is_cuda for x in arguments):
             types = [x.dtype if isinstance(x, Tensor) else x for x in arguments]
             self._compiled = kernel.warmup(*types, *constants, grid=(1, 1, 1), **options)
 
     def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
-        """Queue the kernel in the current stream."""
-        if self._compiled is None or _misaligned(arguments):
+        """Queue the kernel in the current stream. Raises `TypeError` for other types than those
+        that it was compiled for."""
+        types: list[Any] = []
+        bits = 0
+        for x in arguments:
+            if isinstance(x, Tensor):
+                types.append(x.dtype)
+                bits |= x.data_ptr()
+            else:
+                types.append(x is None)
+        if types != self._types:
+            raise TypeError(f"compiled for {self._types}, not for {types}")
+        if self._compiled is None or bits % ALIGNMENT:
             self._kernel[grid](*arguments, *self._constants, **self._options)
         else:
             self._compiled[grid](*arguments, *self._constants)
-
-
-def _misaligned(arguments: tuple[Any, ...]) -> bool:
-    bits = 0
-    for x in arguments:
-        if isinstance(x, Tensor):
-            bits |= x.data_ptr()
-    return bits % _ALIGNMENT != 0

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.gpu.sampling import TILE, Runs
+from octavo.ops.gpu.sampling import TILE, Runs, num_tiles
 
 _BY_ROW = ["rows", "token_rows", "token_ids", "logprobs", "ranks", "tops", "log_sums"]
 
@@ -65,17 +65,17 @@ def token_logprobs(
     tokens strictly above), and what other tokens' logprobs are made of: x - tops - log_sums.
     """
     num, vocab_size = len(rows), logits.shape[1]
-    num_tiles = -(-vocab_size // TILE)
+    tiles = num_tiles(vocab_size)
     assert logits.is_contiguous() and logits.dtype == torch.float32
-    assert len(runs.best) >= num and runs.best.shape[1] == num_tiles and len(token_rows) == num
+    assert len(runs.best) >= num and runs.best.shape[1] == tiles and len(token_rows) == num
     if not num:
         return
     best, above, _, sums = runs
-    _look[(num_tiles, num)](
-        logits, rows, token_rows, token_ids, best, sums, above, vocab_size, num_tiles,
+    _look[(tiles, num)](
+        logits, rows, token_rows, token_ids, best, sums, above, vocab_size, tiles,
         TILE=TILE, num_warps=4,
     )  # fmt: skip
     _tell[(num,)](
         logits, rows, token_rows, token_ids, best, sums, above, logprobs, ranks, tops, log_sums,
-        vocab_size, num_tiles, TILES=triton.next_power_of_2(num_tiles), num_warps=1,
+        vocab_size, tiles, TILES=triton.next_power_of_2(tiles), num_warps=1,
     )  # fmt: skip

@@ -206,38 +206,55 @@ class PinnedRing:
     """Pinned buffers for what goes to the device in one piece, used in turn.
 
     A buffer is handed out again only when its copy has left: with more buffers than plans are under
-    way nobody ever waits for that. num_buffers: how many; they grow to what is asked for.
+    way nobody ever waits for that. num_buffers: how many; num_bytes: of each, at first (`send` lets
+    them grow).
     """
 
-    def __init__(self, device: torch.device, num_buffers: int = 4) -> None:
+    def __init__(self, device: torch.device, num_buffers: int = 4, num_bytes: int = 0) -> None:
         self._device = device
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * num_buffers
-        self._left: list[torch.cuda.Event | None] = [None] * num_buffers
-        self._next = 0
+        self._buffers = [self._make(num_bytes) for _ in range(num_buffers)]
+        self._left = [_event(device) for _ in range(num_buffers)]
+        self._turn = 0
+
+    def _make(self, num_bytes: int) -> Tensor:
+        on_gpu = self._device.type == "cuda" and num_bytes > 0
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+
+    def words(self, num_words: int) -> list[Tensor]:
+        """The first int32 [num_words] of each buffer, by turn, as long as none of them grows."""
+        return [buffer[: 4 * num_words].view(torch.int32) for buffer in self._buffers]
+
+    def next(self) -> int:
+        """The turn of the buffer that was sent longest ago, once its copy is over."""
+        self._turn = (self._turn + 1) % len(self._buffers)
+        event = self._left[self._turn]
+        if event is not None:
+            event.synchronize()  # one that was never recorded is over
+        return self._turn
+
+    def sent(self) -> None:
+        """The copy out of the buffer that `next` gave last is queued."""
+        event = self._left[self._turn]
+        if event is not None:
+            event.record()
 
     def send(self, data: NDArray[Any], into: Tensor | None = None) -> Tensor:
         """Queue a copy of an array to the device: to `into`, of as many bytes, or a new tensor.
 
         The array may be changed at once. Returns the [bytes] uint8 tensor on the device.
         """
-        place, self._next = self._next, (self._next + 1) % len(self._buffers)
-        event = self._left[place]
-        if event is not None:
-            event.synchronize()
-        buffer = self._buffers[place]
-        if len(buffer) < data.nbytes:
+        turn = self.next()
+        if len(self._buffers[turn]) < data.nbytes:
             size = 1 << (data.nbytes - 1).bit_length()
-            buffer = torch.empty(
-                max(size, _MIN_BUFFER_BYTES), dtype=torch.uint8,
-                pin_memory=self._device.type == "cuda",
-            )  # fmt: skip
-            self._buffers[place] = buffer
-        staged = buffer[: data.nbytes]
+            self._buffers[turn] = self._make(max(size, _MIN_BUFFER_BYTES))
+        staged = self._buffers[turn][: data.nbytes]
         staged.numpy()[:] = data.reshape(-1).view(np.uint8)
         if into is None:
             into = torch.empty(data.nbytes, dtype=torch.uint8, device=self._device)
         into.copy_(staged, non_blocking=True)
-        if self._device.type == "cuda":
-            event = self._left[place] = event or torch.cuda.Event()
-            event.record()
+        self.sent()
         return into
+
+
+def _event(device: torch.device) -> torch.cuda.Event | None:
+    return torch.cuda.Event() if device.type == "cuda" else None

@@ -56,6 +56,8 @@ def fused_add_rms_norm(
 ) -> Tensor:
     """residual += x in place (rounded), then `rms_norm(residual)`.
 
+    For layers that keep the residual apart; the decoder's products add to it themselves.
+
     Args:
         x: [num_rows, width].
         residual: like x, updated.

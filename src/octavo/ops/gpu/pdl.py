@@ -1,10 +1,10 @@
 """Programmatic dependent launch (PDL): a kernel may start while its predecessor still runs.
 
 A kernel launched that way calls `gdc_wait` to wait until its predecessor is done, before it reads
-anything but weights and what a step's first kernels wrote, and before it writes; then
-`gdc_launch_dependents` lets its successor start. (In the other order, kernels of a decode step
-crowded each other out.) NVIDIA GPUs of compute capability 9 and later have it; kernels launched
-without it wait for all before them.
+anything but weights and what a step's upload and its first kernel (`inputs.prepare`, launched
+without) wrote, and before it writes; then `gdc_launch_dependents` lets its successor start. (In the
+other order, kernels of a decode step crowded each other out.) NVIDIA GPUs of compute capability 9
+and later have it; kernels launched without it wait for all before them.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOG2_E = 1.4426950408889634
-USE_HOPPER = False
+USE_HOPPER = True
 """Whether `hopper_attention` serves where it can."""
 
 
@@ -288,7 +288,15 @@ def paged_prefill(
         and block_tables.stride(1) == 1
         and tiles.is_contiguous()
     )
+    rows = seq_lens if table_rows is None else table_rows
+    indices = (block_tables, rows, seq_lens, query_start_loc, tiles)
+    assert all(x.dtype == torch.int32 and x.stride(-1) == 1 for x in indices), "int32, dense"
     assert (kv_scales is not None) == (kv_cache.dtype == torch.float8_e4m3fn)
+    assert kv_scales is None or (
+        kv_scales.dtype == torch.float16
+        and kv_scales.stride()[2:] == (num_kv_heads * block_size, block_size, 1)
+        and kv_scales.stride(1) == 2 * kv_scales.stride(2)
+    )
     assert kv_scales is not None or kv_cache.dtype == query.dtype == out.dtype
     if not len(tiles):
         return

@@ -69,13 +69,29 @@ def _rotate(
 
 
 @triton.jit
+def _larger(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _amax(x):
+    """Of each row; NaN where a number is NaN (`tl.max` passes over those)."""
+    bad = tl.max((x != x).to(tl.int32), 1)
+    return tl.where(bad > 0, float("nan"), tl.max(tl.abs(x), 1))
+
+
+@triton.jit
 def _fp8_scale(amax):
-    """amax / 448 rounded up to a normal float16; 1 for 0."""
-    exact = tl.minimum(tl.maximum(amax / 448.0, 6.103515625e-05), 65504.0)
+    """amax / 448 rounded up to a normal float16; 1 for 0, NaN for NaN, inf beyond 65504.
+
+    A damaged or overflowing model thus stays one that computes NaN or infinity, and is found out.
+    """
+    exact = tl.maximum(amax / 448.0, 6.103515625e-05)
     nearest = exact.to(tl.float16)
     bits = nearest.to(tl.int16, bitcast=True)
     bits = tl.where(nearest.to(tl.float32) < exact, bits + 1, bits).to(tl.int16)
-    return tl.where(amax == 0.0, 1.0, bits.to(tl.float16, bitcast=True)).to(tl.float16)
+    scale = tl.where(amax == 0.0, 1.0, bits.to(tl.float16, bitcast=True))
+    return tl.where(amax != amax, float("nan"), scale).to(tl.float16)
 
 
 @triton.jit
@@ -83,9 +99,10 @@ def _codes(x, scale):
     """x / scale, rounded to what e4m3 holds, to nearest and to even.
 
     Rounded here because Triton's interpreter converts wrongly; a conversion of exact values is
-    right everywhere.
+    right everywhere. Where the scale is no number, codes are anything of x's sign.
     """
-    x = tl.minimum(tl.maximum(x / scale.to(tl.float32)[:, None], -448.0), 448.0)
+    divisor = tl.where(scale < float("inf"), scale.to(tl.float32), 1.0)[:, None]
+    x = tl.minimum(tl.maximum(x / divisor, -448.0), 448.0)
     bits = x.to(tl.int32, bitcast=True)
     normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # 3 bits of mantissa stay
     tiny = (x + 24576.0) - 24576.0  # multiples of 2^-9: float32's step at 1.5 * 2^14
@@ -137,8 +154,8 @@ def _rope_cache_kernel(
             )  # fmt: skip
             if slot >= 0:
                 if FP8:
-                    amax = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1)
-                    scale = _fp8_scale(tl.maximum(amax, tl.max(tl.abs(third), 1)))
+                    amax = _larger(_amax(_larger(tl.abs(first), tl.abs(second))), _amax(third))
+                    scale = _fp8_scale(amax)
                     tl.store(scales, scale, mask=heads < num_kv_heads)
                     first, second = _codes(first, scale), _codes(second, scale)
                     third = _codes(third, scale)
@@ -153,7 +170,7 @@ def _rope_cache_kernel(
             x = value + token * value_stride
             whole = _load_heads(x, heads, num_kv_heads, dims, HEAD_DIM, HEAD_DIM)
             if FP8:
-                scale = _fp8_scale(tl.max(tl.abs(whole), 1))
+                scale = _fp8_scale(_amax(whole))
                 tl.store(scales, scale, mask=heads < num_kv_heads)
                 whole = _codes(whole, scale)
             _store_heads(cache, whole, heads, num_kv_heads, dims, HEAD_DIM, step)
@@ -177,7 +194,8 @@ def rope_and_cache(
     key and value to their slots.
 
     Formulas: `octavo.ops.reference.rope` and `rms_norm`. Under an fp8 pool each token's head is
-    divided by its scale, amax / 448 rounded up to a float16 (1 for zeros), and stored as e4m3.
+    divided by its scale, amax / 448 rounded up to a float16 (1 for zeros), and stored as e4m3;
+    the scale is NaN or inf where the head is not finite or its scale no float16.
 
     Args:
         query: [num_tokens, num_heads, head_dim], rotated in place.
@@ -275,10 +293,10 @@ def _check(
             "rope_rows must be int32 or int64 and slot_mapping int64:"
             f" {rope_rows.dtype}, {slot_mapping.dtype}"
         )
-    if rope_rows.shape != (num_tokens,) or slot_mapping.shape != (num_tokens,):
-        raise ValueError(
-            f"rope_rows and slot_mapping must be [{num_tokens}]: {tuple(rope_rows.shape)},"
-            f" {tuple(slot_mapping.shape)}"
-        )
+    for name, x in (("rope_rows", rope_rows), ("slot_mapping", slot_mapping)):
+        if x.shape != (num_tokens,) or not x.is_contiguous():
+            raise ValueError(
+                f"{name} must be [{num_tokens}], contiguous: {tuple(x.shape)}, strides {x.stride()}"
+            )
     if not 0 <= layer < num_layers:
         raise ValueError(f"layer must be in [0, {num_layers}): {layer}")

@@ -19,6 +19,7 @@ MAX_SPLITS = 64
 """Most pieces that the argmax of a row is cut into."""
 GREEDY, DRAW, TOP = 0, 1, 2
 """What a row does: take its best token, draw from all, draw from some (top_k, top_p, min_p)."""
+_DRAW, _TOP = tl.constexpr(DRAW), tl.constexpr(TOP)
 
 _ARGMAX_TILE = 2048
 _ARGMAX_WARPS = 4
@@ -119,7 +120,7 @@ def _draw(
     tl.store(bests + row, top)
     tl.store(leasts + row, tl.min(tl.load(least + place, mask=held, other=float("inf")), axis=0))
     tl.store(totals + row, total)
-    if mode == 1:
+    if mode == _DRAW:
         target = tl.load(numbers + row) * total
         upto = tl.cumsum(share, axis=0)
         # The first run that passes the target; where rounding leaves none, the last with weight.
@@ -135,7 +136,7 @@ def _draw(
         chosen = tl.min(tl.where(passed, inside, TILE), axis=0)
         chosen = tl.minimum(chosen, tl.max(tl.where(weights > 0, inside, 0), axis=0))
         drawn = tile * TILE + chosen
-    if mode < 2:
+    if mode != _TOP:
         tl.store(token_ids + row, drawn.to(tl.int64))
 
 

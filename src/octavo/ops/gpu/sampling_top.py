@@ -213,8 +213,9 @@ def _draw_top(
                 row_logits, ids, vocab_size, best, rate, min_p, cut, tie, number, total, False, TILE
             )
     tl.store(token_ids + row, token)
-    tl.store(cuts + row, cut)
-    tl.store(ties + row, tie)
+    if cuts is not None:
+        tl.store(cuts + row, cut)
+        tl.store(ties + row, tie)
 
 
 def top_scratch(max_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -230,19 +231,20 @@ def top_scratch(max_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
 def draw_top(
     logits: Tensor, rows: Tensor, rates: Tensor, min_ps: Tensor, top_ks: Tensor, top_ps: Tensor,
     numbers: Tensor, bests: Tensor, leasts: Tensor, totals: Tensor,
-    scratch: tuple[Tensor, Tensor], token_ids: Tensor, cuts: Tensor, ties: Tensor,
+    scratch: tuple[Tensor, Tensor], token_ids: Tensor,
+    cuts: Tensor | None = None, ties: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Draw for some rows of `logits` [num_rows, vocab] float32 (contiguous), after `draw_all`.
 
     rows: [num_top] int32, which; all else is by row of the logits: rates, bests, leasts, totals as
     in `draw_all`; min_ps float32; top_ks int32, 0 for none; top_ps, numbers float64. Kept are the
-    `top_k` most probable tokens (equal ones by id), and of these the first that reach `top_p` of
-    their weight, and of these those of at least `min_p` times the best one's weight. Writes
+    tokens of at least `min_p` times the best one's weight, of these the `top_k` most probable
+    (equal ones by id), and of these the first that reach `top_p` of their weight. Writes
     token_ids [num_rows] int64 and, for who wants to look, cuts (float32) and ties (int32): kept are
     logits above the cut, and equal ones of ids up to the tie.
     """
     assert logits.is_contiguous() and logits.dtype == torch.float32
-    assert rows.dtype == top_ks.dtype == ties.dtype == torch.int32
+    assert rows.dtype == top_ks.dtype == torch.int32
     assert top_ps.dtype == numbers.dtype == totals.dtype == torch.float64
     values, ids = scratch
     for first in range(0, len(rows), len(values)):

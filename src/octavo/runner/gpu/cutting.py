@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.attention import work
+from octavo.runner.gpu.layout import MAX_MIXED_TOKENS
 from octavo.runner.gpu.steps import HostStep
 from octavo.runner.input_batch import Ints
 
@@ -26,12 +27,15 @@ class Shape:
     window: int = 0
     """Last tokens that every layer attends to; 0: all."""
     fresh_tokens: int = 0
-    """Length from which the backend attends to a chunk at position 0 without the pool; 0: never."""
+    """Length from which the backend attends to a chunk at position 0 without the pool, in steps
+    of more than `MAX_MIXED_TOKENS`; 0: never."""
 
 
 _SPARE_TILES = 8
-_CHUNK_TOKENS = 32
-"""A recorded step has tiles for chunks of so many tokens on average, and for some shorter ones."""
+_CHUNK_TOKENS = 8
+"""A recorded step has tiles for chunks of so many tokens on average, and for some shorter ones:
+behind a cached prefix few tokens of a prompt are left. A tile too many is a program that ends at
+once."""
 
 
 class Cutter:
@@ -51,11 +55,14 @@ class Cutter:
         shape = self.shape
         return work.max_decode_items(num_decodes, shape.num_kv_heads, shape.num_sms)
 
-    def items(self, seq_lens: Ints, num_seqs: int) -> tuple[Words, Words]:
-        """Pieces of the decodes' contexts, for a step with room for `num_seqs` of them."""
-        if not len(seq_lens):
+    def items(self, seq_lens: Ints, num_padding: int = 0) -> tuple[Words, Words]:
+        """Pieces of the decodes' contexts, of a step that is filled up by `num_padding` decodes of
+        nothing: for each of these an item is left over, which writes zeros."""
+        num_seqs = len(seq_lens)
+        if not num_seqs:
             return _NO_ITEMS, _NO_STARTS
-        return work.plan_decode(seq_lens, self.max_items(num_seqs), self.shape.window)
+        most = self.max_items(num_seqs + num_padding) - num_padding
+        return work.plan_decode(seq_lens, most, self.shape.window)
 
     def max_tiles(self, num_tokens: int, num_seqs: int) -> int:
         """Tiles that a recorded step of so many tokens and sequences has room for."""
@@ -73,11 +80,15 @@ class Cutter:
         return work.plan_prefill(counts, lens, first, self.tile_tokens)
 
     def tiles(self, step: HostStep, seq_lens: Ints) -> tuple[Words, Words]:
-        """Tiles of the chunks that look into the pool, and of those that need not."""
+        """Tiles of the chunks that look into the pool, and of those that need not.
+
+        The latter only in steps too large to be recorded: those that could be, but do not fit, go
+        the way of the recorded ones, whose kernels are compiled.
+        """
         first = step.num_decodes
         if first == len(step.rows):
             return NO_TILES, NO_TILES
-        if not self.shape.fresh_tokens:
+        if not self.shape.fresh_tokens or len(step.token_ids) <= MAX_MIXED_TOKENS:
             return self.paged_tiles(step, seq_lens), NO_TILES
         counts, lens = step.counts[first:], seq_lens[first:]
         is_fresh = (counts == lens) & (counts >= self.shape.fresh_tokens)

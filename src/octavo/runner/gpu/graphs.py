@@ -10,21 +10,22 @@ from __future__ import annotations
 import gc
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 
-from octavo.runner.gpu.layout import Room
+from octavo.runner.gpu.layout import MAX_MIXED_TOKENS, Room
 from octavo.weights.progress import NullProgress, Progress
 
 Run = Callable[[], None]
 
-MAX_MIXED_TOKENS = 2048
-"""Larger steps are not recorded: the GPU takes longer for them than Python for their launches."""
+_CHEAP_TOKENS = 256
+"""Up to about so many tokens the weights' reading is what takes time."""
 
 
-class Calls(NamedTuple):
+class RoomCalls(NamedTuple):
     """Of a step on fixed addresses; they queue kernels, and allocate nothing that outlives them."""
 
     prepare: Run
@@ -72,21 +73,26 @@ class StepGraphs:
     calls are made each time: steps are filled up all the same, as tests want.
     """
 
-    def __init__(self, device: torch.device, calls_of: Callable[[Room], Calls]) -> None:
+    def __init__(self, device: torch.device, calls_of: Callable[[Room], RoomCalls]) -> None:
         self._device, self._calls_of = device, calls_of
         self._sizes: dict[bool, tuple[int, ...]] = {}
         """Whether with prompts -> numbers of tokens."""
         self._replays: dict[Room, Run] = {}
         self._pool: Any = None
 
-    def __len__(self) -> int:
-        return sum(map(len, self._sizes.values()))
+    @property
+    def has_any(self) -> bool:
+        """Whether steps of any size are recorded."""
+        return any(self._sizes.values())
 
-    def room_for(self, num_tokens: int, mixed: bool = False) -> Room | None:
-        """The smallest recorded step that holds so many tokens; None: there is none."""
+    def rooms_for(self, num_tokens: int, mixed: bool = False) -> Iterator[Room]:
+        """The recorded steps that hold so many tokens, smallest first: of each ladder the next one,
+        and larger mixed ones as long as filling up costs less than launching from Python."""
         sizes = self._sizes.get(mixed, ())
-        place = bisect_left(sizes, num_tokens)
-        return Room(sizes[place], mixed) if place < len(sizes) else None
+        for place in range(bisect_left(sizes, num_tokens), len(sizes)):
+            yield Room(sizes[place], mixed)
+            if not mixed or sizes[place] >= max(_CHEAP_TOKENS, 2 * num_tokens):
+                return
 
     def replay(self, room: Room) -> None:
         """Queue a recorded step; its inputs lie in their places."""
@@ -121,7 +127,9 @@ class StepGraphs:
         return Captured(num_bytes, time.perf_counter() - begun, sizes, mixed)
 
     def clear(self) -> None:
-        """Forget all; their memory goes back."""
+        """Forget all; their memory goes back once none of them runs any more."""
+        if self._device.type == "cuda" and self._replays:
+            torch.cuda.synchronize(self._device)
         self._sizes, self._replays, self._pool = {}, {}, None
 
     def _record(self, rooms: list[Room]) -> None:
@@ -137,8 +145,11 @@ class StepGraphs:
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     calls.step()
-                finally:
-                    graph.capture_end()
+                except BaseException:
+                    with suppress(RuntimeError):  # what went wrong first is what is told
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
                 self._pool = self._pool or graph.pool()
                 self._replays[room] = graph.replay
         torch.cuda.current_stream(self._device).wait_stream(stream)

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from octavo.attention.base import AttentionWork
 from octavo.ops.gpu import inputs as kernels
+from octavo.ops.gpu.memory import PinnedRing
 from octavo.plan import SeqPlan
 from octavo.runner.gpu.cutting import NO_TILES, Cutter, Shape, Words
 from octavo.runner.gpu.layout import Layout, Room, Sizes
-from octavo.runner.gpu.staging import Staging
-from octavo.runner.gpu.steps import NO_STEP, NONE, DeviceStep, HostStep
+from octavo.runner.gpu.steps import NO_STEP, NONE, NUM_BUFFERS, DeviceStep, HostStep
 from octavo.runner.input_batch import Ints, SeqState, Sequences
 
 _MIN_CHANGES = 16
@@ -51,13 +51,15 @@ class GpuInputs(Sequences):
         self._with_prompt_lens = with_prompt_lens
         self._known_on_device = np.full(max_num_seqs, -1, dtype=np.int64)
         # [max_num_seqs] position of the token in `last_tokens`, by row; -1: none.
-        self._where: list[int] = []
-        self._what: list[int] = []
+        self._changed_cells: list[int] = []
+        self._new_blocks: list[int] = []
+        # Places in the flat tables that the device does not know of yet, and what is there now.
         self._tables_stale = False
         self._padded: dict[Room, _Places] = {}
         self._max_changes = max_num_tokens // block_size + 2 * max_num_seqs + _MIN_CHANGES
         most = self._most(max_num_seqs, max_num_tokens)
-        self._staging = Staging(most.num_words, device)
+        self._staging = PinnedRing(device, NUM_BUFFERS, 4 * most.num_words)
+        self._staged = [words.numpy() for words in self._staging.words(most.num_words)]
 
         def words(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -84,8 +86,8 @@ class GpuInputs(Sequences):
     def _set_blocks(self, row: int, first: int, block_ids: tuple[int, ...]) -> None:
         super()._set_blocks(row, first, block_ids)
         place = row * self._tables.shape[1] + first
-        self._where.extend(range(place, place + len(block_ids)))
-        self._what.extend(block_ids)
+        self._changed_cells.extend(range(place, place + len(block_ids)))
+        self._new_blocks.extend(block_ids)
 
     def _row_taken(self, row: int) -> None:
         self._known_on_device[row] = -1
@@ -100,26 +102,27 @@ class GpuInputs(Sequences):
 
     def _upload_tables(self) -> None:
         self.tables.copy_(torch.from_numpy(self._tables))
-        self._where, self._what = [], []
+        self._changed_cells, self._new_blocks = [], []
         self._tables_stale = False
 
     def _upload_changes(self) -> None:
         """Changes of the tables that a step has no room for, in steps of their own."""
-        where, what = self._where, self._what
-        for i in range(0, len(where), self._max_changes):
-            self._where = where[i : i + self._max_changes]
-            self._what = what[i : i + self._max_changes]
+        cells, blocks = self._changed_cells, self._new_blocks
+        for i in range(0, len(cells), self._max_changes):
+            self._changed_cells = cells[i : i + self._max_changes]
+            self._new_blocks = blocks[i : i + self._max_changes]
             self.prepare(self.upload(NO_STEP))
 
     # -- from plan to arrays
 
     def describe(self, seqs: list[SeqPlan]) -> HostStep:
         """The arrays of a step that computes `seqs`."""
-        ids, start_of, count_of, _, _, samples = zip(*seqs, strict=True)
+        columns = dict(zip(SeqPlan._fields, zip(*seqs, strict=True), strict=True))
+        ids, count_of, samples = columns["seq_id"], columns["num_tokens"], columns["sample"]
         states = [self.seqs[seq_id] for seq_id in ids]
         num_seqs = len(states)
         rows = np.fromiter([state.row for state in states], np.int64, num_seqs)
-        starts = np.fromiter(start_of, np.int64, num_seqs)
+        starts = np.fromiter(columns["start"], np.int64, num_seqs)
         assert int(rows.min()) >= 0, "a sequence without blocks is in the plan"
         prompt_lens = NONE
         if self._with_prompt_lens:
@@ -133,18 +136,29 @@ class GpuInputs(Sequences):
             order = np.argsort(counts != 1, kind="stable")
             ends = np.empty(num_seqs, dtype=np.int64)
             ends[order] = counts[order].cumsum() - 1
-        seq_ids, of, sampled = list(ids), states, (ends, rows, starts + counts)
+        seq_ids, sampling = list(ids), states
+        last_rows, sample_rows, sample_positions = ends, rows, starts + counts
         if not all(samples):
             chosen = np.fromiter(samples, np.bool_, num_seqs)
-            seq_ids, of = list(compress(ids, samples)), list(compress(states, samples))
-            sampled = (ends[chosen], rows[chosen], sampled[2][chosen])
+            seq_ids, sampling = list(compress(ids, samples)), list(compress(states, samples))
+            last_rows, sample_rows = ends[chosen], rows[chosen]
+            sample_positions = sample_positions[chosen]
         if order is not None:
             rows, starts, counts = rows[order], starts[order], counts[order]
             states = [states[i] for i in order.tolist()]
             prompt_lens = prompt_lens[order] if self._with_prompt_lens else prompt_lens
-        token_ids = self._token_ids(states, rows, starts, counts, num_decodes)
         return HostStep(
-            rows, starts, counts, token_ids, num_decodes, *sampled, seq_ids, of, prompt_lens
+            rows=rows,
+            starts=starts,
+            counts=counts,
+            token_ids=self._token_ids(states, rows, starts, counts, num_decodes),
+            num_decodes=num_decodes,
+            last_rows=last_rows,
+            sample_rows=sample_rows,
+            sample_positions=sample_positions,
+            seq_ids=seq_ids,
+            states=sampling,
+            prompt_lens=prompt_lens,
         )
 
     def _token_ids(
@@ -197,13 +211,13 @@ class GpuInputs(Sequences):
         most = self._max_changes
         if room is not None:
             most = self._padded_places(room).layout.sizes.num_changes
-        if len(self._where) > most:
+        if len(self._changed_cells) > most:
             self._upload_changes()
         seq_lens, positions = step.starts + step.counts, step.positions()
         places, items, tiles, fresh = self._cut(step, seq_lens, room)
         num_seqs, decode_lens = places.layout.sizes.num_seqs, seq_lens[: step.num_decodes]
-        turn, words = self._staging.next()
-        put = _Writer(words, places.layout)
+        turn = self._staging.next()
+        put = _Writer(self._staged[turn], places.layout)
         put("rows", step.rows, 0)
         put("seq_lens", seq_lens, 0)
         put("query_start", _starts(step.counts, num_seqs, room is not None and not room.mixed), 0)
@@ -217,9 +231,9 @@ class GpuInputs(Sequences):
         put("token_ids", step.token_ids, 0)
         put("positions", positions, 0)
         put("slots", self._slots(np.repeat(step.rows, step.counts), positions), -1)
-        put("where", self._where, -1)
-        put("what", self._what, 0)
-        self._where, self._what = [], []
+        put("where", self._changed_cells, -1)
+        put("what", self._new_blocks, 0)
+        self._changed_cells, self._new_blocks = [], []
         places.words.copy_(places.staged[turn], non_blocking=True)
         self._staging.sent()
         return places.step
@@ -229,15 +243,15 @@ class GpuInputs(Sequences):
     ) -> tuple[_Places, tuple[Words, Words], Words, Words]:
         """(Where the step lies, items and their starts, tiles, fresh tiles)."""
         num_decodes = step.num_decodes
-        budget = num_decodes if room is None or room.mixed else room.num_tokens
-        items = self.cutter.items(seq_lens[:num_decodes], budget)
+        num_padding = 0 if room is None or room.mixed else room.num_tokens - num_decodes
+        items = self.cutter.items(seq_lens[:num_decodes], num_padding)
         if room is not None:
             tiles = self.cutter.paged_tiles(step, seq_lens) if room.mixed else NO_TILES
             return self._padded_places(room), items, tiles, NO_TILES
         tiles, fresh = self.cutter.tiles(step, seq_lens)
         sizes = Sizes(
             len(step.rows), len(step.token_ids), num_decodes, self.cutter.max_items(num_decodes),
-            len(tiles), len(fresh), len(step.last_rows), len(self._where),
+            len(tiles), len(fresh), len(step.last_rows), len(self._changed_cells),
         )  # fmt: skip
         return self._places(Layout(sizes)), items, tiles, fresh
 
@@ -295,7 +309,7 @@ class GpuInputs(Sequences):
             (part["token_ids"], part["positions"], part["slots"]),
         )
         used = layout.num_words
-        return _Places(layout, step, self._words[:used], self._staging.views(used))
+        return _Places(layout, step, self._words[:used], self._staging.words(used))
 
     def _slots(self, rows: Ints, positions: Ints) -> Ints:
         blocks, offsets = np.divmod(positions, self.block_size)

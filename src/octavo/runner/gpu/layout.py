@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from octavo.ops.gpu.launch import ALIGNMENT
 from octavo.util import cdiv
 
-_ALIGNED_WORDS = 4
-"""Sections begin at multiples of 16 bytes, which kernels can read whole."""
+_ALIGNED_WORDS = ALIGNMENT // 4
+MAX_MIXED_TOKENS = 2048
+"""Larger steps with chunks of prompts are not recorded: the GPU takes longer for them than Python
+for their launches."""
 
 
 class Room(NamedTuple):

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.plan import BeamCandidate, SeqResult, StepResult, TokenLogprobs
-from octavo.runner.base import not_finite
 from octavo.runner.gpu.failure import device_errors
-from octavo.runner.gpu.staging import NUM_BUFFERS
+from octavo.runner.gpu.steps import NUM_BUFFERS
 from octavo.runner.input_batch import SeqState
 from octavo.runner.kv_store import HostTraffic
 from octavo.sampling.batch import SeqSampling
 from octavo.sampling.device import DeviceDraw
+from octavo.sampling.sampler import not_finite
 
 
 class Answer:

@@ -1,8 +1,10 @@
 """The runner on a GPU: a step is queued, and its tokens are picked up when they have arrived.
 
-Nothing in here waits for the device but what has to know numbers on the host: beams, further
-samples of a prompt, prompt logprobs. It runs on tensors of a CPU as well, under Triton's
-interpreter.
+A launch waits for the device only where it has to know numbers on the host (beams, further samples
+of a prompt, prompt logprobs), and in rare cases for memory that a copy still reads: after blocks
+moved or a launch failed (the whole block tables are sent, from pageable memory), where a step's
+block tables change in more places than it has room for, and each step of a model with dynamic rope.
+It runs on tensors of a CPU as well, under Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -24,22 +26,26 @@ from octavo.request import SamplerParams
 from octavo.runner.base import RunnerBase, check_finite
 from octavo.runner.gpu.failure import device_errors
 from octavo.runner.gpu.forward import Forward, attention_shape
-from octavo.runner.gpu.graphs import Calls, Captured, StepGraphs, graph_sizes, mixed_sizes
+from octavo.runner.gpu.graphs import Captured, RoomCalls, StepGraphs, graph_sizes, mixed_sizes
 from octavo.runner.gpu.inputs import GpuInputs
 from octavo.runner.gpu.layout import Room
 from octavo.runner.gpu.pending import Answer, Answers, PendingStep
-from octavo.runner.gpu.staging import NUM_BUFFERS
-from octavo.runner.gpu.steps import NO_STEP, HostStep, scratch_step
-from octavo.runner.kv_store import KVStore
+from octavo.runner.gpu.steps import (
+    FIRST_EAGER_STEPS,
+    FIRST_STEPS,
+    NO_STEP,
+    NUM_BUFFERS,
+    HostStep,
+    large_steps,
+    longest_chunks,
+    scratch_step,
+)
+from octavo.runner.kv_store import MAX_SLOTS, KVStore
 from octavo.sampling.batch import SeqSampling
 from octavo.sampling.device import DeviceSampler
 from octavo.sampling.sampler import Sampled
 from octavo.weights.progress import Progress
 
-_FIRST_STEPS = ((1, [100]), (0, [24]), (0, [64]), (0, [500]), (4, [24, 24]))
-"""Decodes, and lengths of prompts."""
-_FIRST_EAGER_STEPS = 2
-"""Of them, those that serve where the others' kernels are compiled for recorded steps already."""
 _ALL_AT_ONCE = SamplerParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, num_logprobs=1)
 """Takes every way that needs memory."""
 
@@ -84,6 +90,7 @@ class GpuRunner(RunnerBase):
         num_sms: int | None = None,
     ) -> None:
         device, attention = model.device, model.layers[0].attention
+        assert kv_store.max_blocks * kv_store.data.shape[4] <= MAX_SLOTS, "slots beyond 32 bits"
         self.inputs = GpuInputs(
             kv_store.data.shape[4],
             max_num_seqs,
@@ -106,7 +113,8 @@ class GpuRunner(RunnerBase):
         self._group = _Group([], [], True, [])
         self._answers = Answers(max_num_seqs, device)
         self._latest: deque[PendingStep] = deque(maxlen=NUM_BUFFERS)
-        """Steps that may be under way: kept if the device is lost."""
+        """Steps that may be under way: kept if the device is lost. (One whose launch fails is kept
+        by its error.)"""
         self._tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._finite = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._answer = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
@@ -127,16 +135,17 @@ class GpuRunner(RunnerBase):
         answer = self._answers.next()
         try:
             with device_errors(self.device, self):
-                return self._launch(plan, answer)
+                pending = self._launch(plan, answer)
         except BaseException:
             self.inputs.step_failed()
             self._answers.take_back()
             raise
+        self._latest.append(pending)
+        return pending
 
     def _launch(self, plan: StepPlan, answer: Answer) -> PendingStep:
         traffic = self._apply(plan)
         pending = PendingStep(plan.step_id, traffic, answer, self)
-        self._latest.append(pending)
         if plan.seqs:
             answer.begin()
             pending.computes = True
@@ -174,10 +183,10 @@ class GpuRunner(RunnerBase):
     def _room_for(self, step: HostStep) -> Room | None:
         """The recorded step that computes it; None: it is launched kernel by kernel."""
         mixed = not step.only_decodes
-        room = self.graphs.room_for(len(step.token_ids), mixed)
-        if room is None or (mixed and not self.inputs.fits(step, room)):
-            return None
-        return room
+        for room in self.graphs.rooms_for(len(step.token_ids), mixed):
+            if not mixed or self.inputs.fits(step, room):
+                return room
+        return None
 
     def _best(self, logits: Tensor, rows: Tensor) -> None:
         num_rows = len(logits)
@@ -251,7 +260,7 @@ class GpuRunner(RunnerBase):
         with torch.inference_mode(), device_errors(self.device, self):
             return self.graphs.capture(sizes, mixed, progress)
 
-    def _calls_of(self, room: Room) -> Calls:
+    def _calls_of(self, room: Room) -> RoomCalls:
         """The calls of a step on fixed addresses: all of one of decodes but the sampling. Of a
         mixed one, where other rows sample each time, up to the last layer."""
         placed = self.inputs.upload(NO_STEP, room)
@@ -261,7 +270,7 @@ class GpuRunner(RunnerBase):
             if not room.mixed:
                 self._best(self.model.logits(hidden, self.workspace), placed.sample_rows)
 
-        return Calls(
+        return RoomCalls(
             prepare=lambda: finish(self._forward.each_kind(placed)),
             step=lambda: finish(self._forward.hidden(None, placed)),
         )
@@ -270,7 +279,7 @@ class GpuRunner(RunnerBase):
         """See `RunnerBase.resize_pool`; steps are recorded anew if the pool had to move."""
         with device_errors(self.device, self):
             moved = self.kv_store.resize(num_blocks)
-        if moved and len(self.graphs):
+        if moved and self.graphs.has_any:
             self.capture()
 
     # -- measuring and compiling
@@ -279,7 +288,7 @@ class GpuRunner(RunnerBase):
         """A step of the most tokens and sequences, and the most that sampling takes: its memory is
         the peak. Only while there are no sequences; leaves nothing behind but compiled kernels."""
         num_seqs = min(self.max_num_seqs, self.max_num_tokens)
-        chunks = _chunks(self.max_num_tokens - num_seqs, num_seqs, self._longest)
+        chunks = longest_chunks(self.max_num_tokens - num_seqs, num_seqs, self._longest)
         self._forget_peak()
         logits, seq_ids = self._scratch_step(num_seqs - len(chunks), chunks)
         forward_bytes = self._given_back()
@@ -302,13 +311,14 @@ class GpuRunner(RunnerBase):
     def warm_up(self) -> None:
         """Run steps like those that a user meets first, so that their kernels are compiled; as
         `profile_run`."""
-        steps = _FIRST_STEPS[: _FIRST_EAGER_STEPS if len(self.graphs) else None]
+        steps = FIRST_STEPS[: FIRST_EAGER_STEPS if self.graphs.has_any else None]
+        steps += large_steps(self.inputs.cutter.shape.fresh_tokens, self._longest)
         for num_decodes, chunks in steps:
             num_tokens = num_decodes + sum(chunks)
             fits = num_tokens <= self.max_num_tokens and max(chunks) <= self._longest
             if fits and num_decodes + len(chunks) <= self.max_num_seqs:
                 self._scratch_step(num_decodes, chunks)
-        if not len(self.graphs):
+        if not self.graphs.has_any:
             for num_decodes in (1, 2, 16):
                 if num_decodes <= self.max_num_seqs:
                     self._scratch_step(num_decodes, [])
@@ -359,13 +369,3 @@ class GpuRunner(RunnerBase):
 
 def _in_batch_order(seqs: list[SeqPlan]) -> list[SeqPlan]:
     return sorted(seqs, key=lambda seq: seq.num_tokens != 1)
-
-
-def _chunks(num_tokens: int, most: int, longest: int) -> list[int]:
-    """Lengths of the fewest prompts, at most `most`, that have `num_tokens` together, and one each
-    besides; fewer tokens where prompts cannot be so long."""
-    chunks: list[int] = []
-    while num_tokens > 0 and longest > 1 and len(chunks) < most:
-        chunks.append(min(num_tokens, longest - 1) + 1)
-        num_tokens -= chunks[-1] - 1
-    return chunks

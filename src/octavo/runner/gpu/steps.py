@@ -9,10 +9,15 @@ import torch
 from torch import Tensor
 
 from octavo.attention.base import AttentionWork
+from octavo.runner.gpu.layout import MAX_MIXED_TOKENS
 from octavo.runner.input_batch import Ints, SeqState
+from octavo.util import cdiv
+
+NUM_BUFFERS = 3
+"""Of what each step has for itself: two may be under way while a third is made."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostStep:
     """A step as arrays. The `num_decodes` sequences that compute one token come first."""
 
@@ -59,7 +64,19 @@ class HostStep:
 
 
 NONE: Ints = np.zeros(0, dtype=np.int64)
-NO_STEP = HostStep(NONE, NONE, NONE, NONE, 0, NONE, NONE, NONE, [], [], NONE)
+NO_STEP = HostStep(
+    rows=NONE,
+    starts=NONE,
+    counts=NONE,
+    token_ids=NONE,
+    num_decodes=0,
+    last_rows=NONE,
+    sample_rows=NONE,
+    sample_positions=NONE,
+    seq_ids=[],
+    states=[],
+    prompt_lens=NONE,
+)
 """A step of nothing: in a recorded step all is padding."""
 
 
@@ -68,13 +85,54 @@ def scratch_step(num_decodes: int, chunks: list[int]) -> HostStep:
     is kept. num_decodes: decodes in it; chunks: lengths of the prompts."""
     counts = np.array([1] * num_decodes + chunks, dtype=np.int64)
     num_seqs = len(counts)
-    zeros, no_rows = np.zeros(num_seqs, dtype=np.int64), np.full(num_seqs, -1, dtype=np.int64)
-    token_ids = np.zeros(int(counts.sum()), dtype=np.int64)
-    ids = list(range(-num_seqs, 0))
-    ends = counts.cumsum() - 1
+    zeros = np.zeros(num_seqs, dtype=np.int64)
     return HostStep(
-        zeros, zeros, counts, token_ids, num_decodes, ends, no_rows, counts, ids, [], counts
+        rows=zeros,
+        starts=zeros,
+        counts=counts,
+        token_ids=np.zeros(int(counts.sum()), dtype=np.int64),
+        num_decodes=num_decodes,
+        last_rows=counts.cumsum() - 1,
+        sample_rows=np.full(num_seqs, -1, dtype=np.int64),
+        sample_positions=counts,
+        seq_ids=list(range(-num_seqs, 0)),
+        states=[],
+        prompt_lens=counts,
     )
+
+
+FIRST_STEPS = ((1, [100]), (0, [24]), (0, [64]), (0, [500]), (4, [24, 24]))
+"""Steps like those that a user meets first: decodes, and lengths of prompts."""
+FIRST_EAGER_STEPS = 2
+"""Of them, those that serve where the others' kernels are compiled for recorded steps already."""
+
+
+def large_steps(fresh_tokens: int, longest: int) -> tuple[tuple[int, list[int]], ...]:
+    """Steps that are never recorded, of prompts of which those of `fresh_tokens` do not look into
+    the pool: few of their tiles beside many of others, and the other way round. Kernels of few
+    and of many programs are compiled apart."""
+    if not fresh_tokens or longest < fresh_tokens:
+        return ()
+    num_tokens, few = MAX_MIXED_TOKENS + 1, 24
+    rest, many = num_tokens - fresh_tokens, num_tokens - few
+    return (
+        (0, [fresh_tokens, *_even(rest, cdiv(rest, fresh_tokens - 1))]),
+        (0, [few, *_even(many, cdiv(many, longest))]),
+    )
+
+
+def _even(total: int, num: int) -> list[int]:
+    return [total // num + (i < total % num) for i in range(num)]
+
+
+def longest_chunks(num_tokens: int, most: int, longest: int) -> list[int]:
+    """Lengths of the fewest prompts, at most `most`, that have `num_tokens` together, and one each
+    besides; fewer tokens where prompts cannot be so long."""
+    chunks: list[int] = []
+    while num_tokens > 0 and longest > 1 and len(chunks) < most:
+        chunks.append(min(num_tokens, longest - 1) + 1)
+        num_tokens -= chunks[-1] - 1
+    return chunks
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,102 @@
+"""Why a KV pool cannot be as large as it should be, in arithmetic, and the ways out.
+
+Of plans that have no blocks yet.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from octavo.util import cdiv, human_bytes
+
+if TYPE_CHECKING:
+    from octavo.kv.sizing import MemoryPlan
+
+
+def left_for_kv(plan: MemoryPlan) -> str:
+    """The arithmetic; of a plan without blocks."""
+    start = f"{human_bytes(plan.available_bytes)} free"
+    if plan.total_bytes is not None:
+        start = (
+            f"{human_bytes(plan.available_bytes)} (--gpu-memory-utilization {_share(plan):.3g} of "
+            f"{human_bytes(plan.total_bytes)}, less {human_bytes(plan.others_bytes)} held by "
+            "others)"
+        )
+    taken = "".join(
+        f" - {human_bytes(size)} {name}"
+        for name, size in plan.terms().items()
+        if name not in ("KV cache", "host tier")
+    )
+    return f"{start}{taken} = {human_bytes(plan.left_bytes)}"
+
+
+def _share(plan: MemoryPlan) -> float:
+    """Of a GPU, with what others hold."""
+    assert plan.total_bytes is not None
+    return (plan.available_bytes + plan.others_bytes) / plan.total_bytes
+
+
+def less(plan: MemoryPlan) -> str:
+    """What to do if the rest leaves nothing, for a plan without blocks."""
+    parts = "(activations) or --max-num-seqs (logits)"
+    if plan.total_bytes is None:
+        start = "free some memory"
+    else:
+        parts = "(activations) or --max-num-seqs (logits, graphs)"
+        start = "end other processes on the GPU"
+        start += or_larger_share(plan, plan.bytes_per_block, ", ")
+    return f"{start}, take a smaller --model, or lower --max-num-batched-tokens {parts}"
+
+
+def or_larger_share(plan: MemoryPlan, kv_bytes: int, joined: str = ", or ") -> str:
+    """The way out of a pool that is too small: a share of the GPU in which `kv_bytes` fit. Empty
+    where no share is, and on a CPU. For a plan without blocks."""
+    if plan.total_bytes is None:
+        return ""
+    needed = plan.budget_bytes + kv_bytes + plan.others_bytes
+    share = math.ceil(1000 * needed / plan.total_bytes) / 1000
+    if share > 1:
+        return ""
+    return f"{joined}raise --gpu-memory-utilization to at least {share:g}"
+
+
+def _or_fp8(plan: MemoryPlan) -> str:
+    if plan.total_bytes is None or plan.shape.scale_bytes:
+        return ""
+    return ", or use --kv-cache-dtype fp8"
+
+
+def no_block(plan: MemoryPlan, kv_cache_memory_bytes: int | None, kv_share: float) -> str:
+    """Why the pool has no room for one block."""
+    block = plan.bytes_per_block
+    text = (
+        f"not one KV block fits: a block is {plan.shape.block_terms(plan.block_size)} = "
+        f"{human_bytes(block)} ({plan.shape}), and "
+    )
+    if kv_cache_memory_bytes is not None:
+        return text + (
+            f"--kv-cache-memory-bytes is {kv_cache_memory_bytes:,}; raise it to at least "
+            f"{block:,}, or lower --block-size"
+        )
+    text += f"the KV pool gets {kv_share:.0%} of what is left: {left_for_kv(plan)}; "
+    if plan.left_bytes >= block:
+        return text + f"set --kv-cache-memory-bytes to {block:,} or more, or lower --block-size"
+    return text + less(plan)
+
+
+def no_max_model_len(plan: MemoryPlan, num_blocks: int, chosen_by: str) -> str:
+    """Why a pool of so many blocks has no room for one sequence of the length that is wanted."""
+    needed = cdiv(plan.max_model_len, plan.block_size)
+    bytes_needed = needed * plan.bytes_per_block
+    text = (
+        f"one sequence of max_model_len={plan.max_model_len:,} tokens needs "
+        f"{needed:,} KV blocks of {plan.block_size} tokens = {human_bytes(bytes_needed)}, and the "
+        f"pool has {num_blocks:,} ({chosen_by}); {left_for_kv(plan)}; lower --max-model-len to "
+        f"at most {num_blocks * plan.block_size:,}"
+    )
+    if bytes_needed > plan.left_bytes:
+        return text + or_larger_share(plan, bytes_needed) + _or_fp8(plan)
+    if chosen_by == "--num-gpu-blocks-override":
+        return text + f" or raise --num-gpu-blocks-override to {needed:,}"
+    return text + f" or set --kv-cache-memory-bytes to at least {bytes_needed:,}"
