@@ -35,7 +35,7 @@ from octavo.ops.cpu import gemm
 from octavo.record.file import check_writable
 from octavo.runner import memory
 from octavo.runner.disk_store import DiskStore
-from octavo.runner.gpu_memory import GPUMemory, gpu_memory
+from octavo.runner.gpu_memory import GPUMemory
 from octavo.runner.kv_store import KVStore
 from octavo.runner.runner import Runner
 from octavo.sampling import sampling_bytes
@@ -57,7 +57,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
     if config.record is not None:
         check_writable(config.record)
     config = gpu.for_this_machine(config)
-    before = None if config.device == "cpu" else gpu_memory(torch.device(config.device))
+    before = None if config.device == "cpu" else gpu.before_loading(torch.device(config.device))
     available = memory.available_bytes() if before is None else 0
     files = locate(config.model, config.revision, config.load_format, progress)
     model = _load(files, config, progress, before)

@@ -12,6 +12,7 @@ from octavo.config import EngineConfig
 from octavo.engine.arguments import is_conversation, salted
 from octavo.engine.core import EngineCore
 from octavo.engine.engine import Engine
+from octavo.engine.garbage import look_at_all_again
 from octavo.engine.input import Prompt
 from octavo.engine.report import MemoryReport, Pressure
 from octavo.errors import CapacityError, InvalidRequestError
@@ -147,4 +148,6 @@ class BuiltEngine:
     def close(self) -> None:
         """End every request and let go of weights and pool; memory returns to the system."""
         self._core.close()
+        if self.config.device != "cpu":
+            look_at_all_again()
         gc.collect()

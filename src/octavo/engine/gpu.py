@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from octavo.config import EngineConfig
+from octavo.engine.garbage import leave_out_what_is_there
 from octavo.engine.sizing import (
     StepMemory,
     kv_dtype,
@@ -56,6 +57,15 @@ def for_this_machine(config: EngineConfig) -> EngineConfig:
             f"{instead}"
         )
     return config.for_device("cuda" if has_gpu and config.device != "cpu" else "cpu")
+
+
+def before_loading(device: torch.device) -> GPUMemory:
+    """The GPU's memory before the engine takes any. What is in this process by then, modules above
+    all, is left out of garbage collections until an engine is closed."""
+    import octavo.runner.gpu.runner  # noqa: F401 - brings triton, which is most of it
+
+    leave_out_what_is_there()
+    return gpu_memory(device)
 
 
 @dataclass(frozen=True, slots=True)
