@@ -17,7 +17,7 @@ from torch import Tensor
 from octavo.ops.gpu import pdl
 from octavo.ops.gpu.decode_kernels import decode_kernel, merge_kernel
 from octavo.ops.gpu.launch import Prepared
-from octavo.ops.gpu.prefill_attention import score_factors
+from octavo.ops.gpu.prefill_parts import score_factors
 
 _NO_WINDOW = 1 << 30
 _MAX_ROWS = 64

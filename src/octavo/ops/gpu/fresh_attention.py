@@ -15,13 +15,8 @@ import triton
 import triton.language as tl
 
 from octavo.ops.gpu import pdl
-from octavo.ops.gpu.prefill_attention import (
-    PrefillShape,
-    fold_tile,
-    hopper_takes,
-    prefill_shape,
-    score_factors,
-)
+from octavo.ops.gpu.prefill_attention import PrefillShape, hopper_takes, prefill_shape
+from octavo.ops.gpu.prefill_parts import fold_tile, key_bounds, load_tile, score_factors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,30 +28,18 @@ def _attend(
     chunk_len, row_positions, scale, soft_cap, window,
     MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, DESC: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
-    SPECIAL: tl.constexpr,
 ):  # fmt: skip
     """The tiles of keys [first, end) of one chunk; see `fold_tile`."""
     tokens, dims = tl.arange(0, TILE), tl.arange(0, DIM)
-    for start in tl.range(first, end, TILE, warp_specialize=SPECIAL):
+    for start in tl.range(first, end, TILE):
         if DESC:
             k = key_desc.load([chunk + start, column])
             v = value_desc.load([chunk + start, column])
         else:
             at = (chunk + start + tokens).to(tl.int64) * stride + column
             at = at[:, None] + dims[None, :]
-            if MASKED:
-                # The next chunk's rows, or none: 0 times NaN is NaN.
-                inside = (start + tokens < chunk_len)[:, None]
-                if DIM != HEAD_DIM:
-                    inside = inside & (dims < HEAD_DIM)[None, :]
-                k = tl.load(keys + at, mask=inside, other=0.0)
-                v = tl.load(values + at, mask=inside, other=0.0)
-            elif DIM != HEAD_DIM:
-                k = tl.load(keys + at, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-                v = tl.load(values + at, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-            else:
-                k = tl.load(keys + at)
-                v = tl.load(values + at)
+            # Behind the chunk are the next one's rows, or none.
+            k, v = load_tile(keys, values, at, start + tokens < chunk_len, MASKED, HEAD_DIM, DIM)
         scores = tl.dot(q, k.T, input_precision=PRECISION)
         acc, best, total = fold_tile(
             scores, v, acc, best, total, start, row_positions, scale, soft_cap, window,
@@ -72,7 +55,6 @@ def _fresh_prefill(
     SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, DESC: tl.constexpr,
     GROUP: tl.constexpr, PACK: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, MASK_TILE: tl.constexpr, PRECISION: tl.constexpr,
-    SPECIAL: tl.constexpr,
 ):  # fmt: skip
     """out_t = sum_j softmax_j(scale q_t . k_j) v_j over the chunk's j <= t (and j > t - window).
 
@@ -103,28 +85,22 @@ def _fresh_prefill(
         acc = tl.zeros([ROWS, DIM], tl.float32)
         column = pack * PACK // GROUP * HEAD_DIM
 
-        # Tiles of keys that every row sees entirely: [begin, full); those around them need masks.
-        begin, low = 0, 0
-        if WINDOW:
-            low = tl.maximum(first - window + 1, 0) // MASK_TILE * MASK_TILE
-            begin = tl.cdiv(tl.maximum(highest - window + 1, 0), TILE) * TILE
-            begin = tl.minimum(begin, (highest + MASK_TILE) // MASK_TILE * MASK_TILE)
-        full = tl.maximum((first + 1) // TILE * TILE, begin)
+        low, begin, full = key_bounds(first, highest, window, WINDOW, TILE, MASK_TILE)
         if WINDOW:
             acc, best, total = _attend(
                 q, acc, best, total, key, value, key_desc, value_desc, column, chunk, stride,
                 low, begin, chunk_len, row_positions, scale, soft_cap, window,
-                True, SOFT_CAP, WINDOW, False, HEAD_DIM, DIM, MASK_TILE, PRECISION, False,
+                True, SOFT_CAP, WINDOW, False, HEAD_DIM, DIM, MASK_TILE, PRECISION,
             )  # fmt: skip
         acc, best, total = _attend(
             q, acc, best, total, key, value, key_desc, value_desc, column, chunk, stride,
             begin, full, chunk_len, row_positions, scale, soft_cap, window,
-            False, SOFT_CAP, WINDOW, DESC, HEAD_DIM, DIM, TILE, PRECISION, SPECIAL,
+            False, SOFT_CAP, WINDOW, DESC, HEAD_DIM, DIM, TILE, PRECISION,
         )  # fmt: skip
         acc, best, total = _attend(
             q, acc, best, total, key, value, key_desc, value_desc, column, chunk, stride,
             full, highest + 1, chunk_len, row_positions, scale, soft_cap, window,
-            True, SOFT_CAP, WINDOW, False, HEAD_DIM, DIM, MASK_TILE, PRECISION, False,
+            True, SOFT_CAP, WINDOW, False, HEAD_DIM, DIM, MASK_TILE, PRECISION,
         )  # fmt: skip
         done = (acc * (1.0 / total)[:, None]).to(out.dtype.element_ty)
         tl.store(out + (token_at * out_stride)[:, None] + within, done, mask=valid)
@@ -182,7 +158,7 @@ def fresh_prefill(
         SOFT_CAP=soft_cap > 0.0, WINDOW=window > 0, DESC=key_desc is not None,
         GROUP=group, PACK=pack, HEAD_DIM=head_dim, DIM=triton.next_power_of_2(head_dim),
         ROWS=shape.rows, TILE=shape.tile, MASK_TILE=shape.mask_tile or shape.tile,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", SPECIAL=shape.special,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=shape.num_warps, num_stages=shape.num_stages, maxnreg=shape.max_registers,
     )  # fmt: skip
 

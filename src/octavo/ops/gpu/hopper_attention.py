@@ -23,7 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.ops.gpu import pdl
 from octavo.ops.gpu.hopper_parts import compute, move
-from octavo.ops.gpu.prefill_attention import LOG2_E
+from octavo.ops.gpu.prefill_parts import LOG2_E
 
 _ROWS = 128
 _HEAD_DIM = 128

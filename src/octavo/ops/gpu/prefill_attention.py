@@ -10,53 +10,13 @@ import triton
 import triton.language as tl
 
 from octavo.ops.gpu import pdl
+from octavo.ops.gpu.prefill_parts import fold_tile, key_bounds, load_tile, score_factors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-LOG2_E = 1.4426950408889634
 USE_HOPPER = True
 """Whether `hopper_attention` serves where it can."""
-
-
-@triton.jit
-def fold_tile(
-    scores, v, acc, best, total, start, row_positions, scale, soft_cap, window,
-    MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr,
-    TILE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One tile of keys joins the running softmax of its rows.
-
-    With s the scores times `scale` (which includes log2 e): best' = max(best, max_j s_j),
-    total' = total 2^(best - best') + sum_j 2^(s_j - best'), acc' alike with v_j. With SOFT_CAP,
-    s_j is `soft_cap` tanh(scores_j scale), and the caller's `scale` and `soft_cap` are the factors
-    inside and outside.
-
-    scores [ROWS, TILE] float32, v [TILE, DIM], acc [ROWS, DIM], best and total [ROWS].
-    """
-    if SOFT_CAP:
-        # tanh(x) = 1 - 2 / (1 + 2^(2 x log2 e)); the factor 2 log2 e is in `scale`.
-        scores = soft_cap - 2.0 * soft_cap / (1.0 + tl.exp2(scores * scale))
-        factor = 1.0
-    else:
-        factor = scale
-    if MASKED:
-        positions = (start + tl.arange(0, TILE))[None, :]
-        seen = positions <= row_positions[:, None]
-        if WINDOW:
-            seen = seen & (positions > row_positions[:, None] - window)
-        scores = tl.where(seen, scores, -float("inf"))
-    new_best = tl.maximum(best, tl.max(scores, 1) * factor)
-    shift = new_best
-    if MASKED and WINDOW:
-        # A row may see nothing of its first tiles; inf - inf is no weight.
-        shift = tl.where(new_best == -float("inf"), 0.0, new_best)
-    weights = tl.exp2(scores * factor - shift[:, None])
-    fade = tl.exp2(best - shift)
-    total = total * fade + tl.sum(weights, 1)
-    acc = acc * fade[:, None]
-    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
-    return acc, new_best, total
 
 
 @triton.jit
@@ -78,14 +38,14 @@ def _attend(
     block_stride, scale_stride,
     MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr,
     DESC: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, PRECISION: tl.constexpr, SPECIAL: tl.constexpr,
+    TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The tiles of keys [first, end) of one sequence; see `fold_tile`."""
     tokens, dims = tl.arange(0, TILE), tl.arange(0, DIM)
     last_block = (seq_len - 1) // BLOCK
     # A tile's entries are loaded one tile ahead, so that its keys do not wait for them.
     ids = _block_ids(table, first, last_block, BLOCK, TILE)
-    for start in tl.range(first, end, TILE, warp_specialize=SPECIAL):
+    for start in tl.range(first, end, TILE):
         if DESC:
             row = ids * (block_stride // HEAD_DIM).to(tl.int32) + start % BLOCK
             k = desc.load([row + desc_key, 0])
@@ -94,19 +54,8 @@ def _attend(
             blocks = ids.to(tl.int64)
             within = (start + tokens) % BLOCK
             at = (blocks * block_stride + within * HEAD_DIM)[:, None] + dims[None, :]
-            if MASKED:
-                # What lies behind the context may be anything, and 0 times NaN is NaN.
-                inside = (start + tokens < seq_len)[:, None]
-                if DIM != HEAD_DIM:
-                    inside = inside & (dims < HEAD_DIM)[None, :]
-                k = tl.load(keys + at, mask=inside, other=0.0)
-                v = tl.load(values + at, mask=inside, other=0.0)
-            elif DIM != HEAD_DIM:
-                k = tl.load(keys + at, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-                v = tl.load(values + at, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-            else:
-                k = tl.load(keys + at)
-                v = tl.load(values + at)
+            # What lies behind the context may be anything.
+            k, v = load_tile(keys, values, at, start + tokens < seq_len, MASKED, HEAD_DIM, DIM)
         if FP8:
             scale_at = blocks * scale_stride + within
             k_scale = tl.load(key_scales + scale_at).to(tl.float32)
@@ -134,7 +83,7 @@ def _paged_prefill(
     SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr, DESC: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PACK: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, MASK_TILE: tl.constexpr, PRECISION: tl.constexpr, SPECIAL: tl.constexpr,
+    TILE: tl.constexpr, MASK_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out_t = sum_j softmax_j(scale q_t . k_j) v_j over j <= t (and j > t - window if WINDOW).
 
@@ -186,31 +135,25 @@ def _paged_prefill(
             key_scales = kv_scales + layer * scale_layer_stride + kv_head * BLOCK
             value_scales = key_scales + NUM_KV_HEADS * BLOCK
 
-        # Tiles of keys that every row sees entirely: [begin, full); those around them need masks.
-        begin, low = 0, 0
-        if WINDOW:
-            low = tl.maximum(lowest - window + 1, 0) // MASK_TILE * MASK_TILE
-            begin = tl.cdiv(tl.maximum(highest - window + 1, 0), TILE) * TILE
-            begin = tl.minimum(begin, (highest + MASK_TILE) // MASK_TILE * MASK_TILE)
-        full = tl.maximum((lowest + 1) // TILE * TILE, begin)
+        low, begin, full = key_bounds(lowest, highest, window, WINDOW, TILE, MASK_TILE)
         if WINDOW:
             acc, best, total = _attend(
                 q, acc, best, total, keys, values, key_scales, value_scales, desc, desc_key,
                 desc_value, table, low, begin, seq_len, row_positions, scale, soft_cap, window,
                 block_stride, scale_stride, True, SOFT_CAP, WINDOW, FP8, False, HEAD_DIM, DIM,
-                BLOCK, MASK_TILE, PRECISION, False,
+                BLOCK, MASK_TILE, PRECISION,
             )  # fmt: skip
         acc, best, total = _attend(
             q, acc, best, total, keys, values, key_scales, value_scales, desc, desc_key,
             desc_value, table, begin, full, seq_len, row_positions, scale, soft_cap, window,
             block_stride, scale_stride, False, SOFT_CAP, WINDOW, FP8, DESC, HEAD_DIM, DIM,
-            BLOCK, TILE, PRECISION, SPECIAL,
+            BLOCK, TILE, PRECISION,
         )  # fmt: skip
         acc, best, total = _attend(
             q, acc, best, total, keys, values, key_scales, value_scales, desc, desc_key,
             desc_value, table, full, highest + 1, seq_len, row_positions, scale, soft_cap, window,
             block_stride, scale_stride, True, SOFT_CAP, WINDOW, FP8, False, HEAD_DIM, DIM,
-            BLOCK, MASK_TILE, PRECISION, False,
+            BLOCK, MASK_TILE, PRECISION,
         )  # fmt: skip
         done = (acc * (1.0 / total)[:, None]).to(out.dtype.element_ty)
         tl.store(out + (token_at * out_stride)[:, None] + within, done, mask=valid)
@@ -234,8 +177,6 @@ class PrefillShape:
     """Registers a thread may take, so that more programs fit a multiprocessor."""
     descriptors: bool = False
     """Whether whole tiles within a block come by tensor descriptors."""
-    special: bool = False
-    """Whether the compiler may specialise warps."""
 
     def tile_tokens(self, group: int) -> int:
         """Tokens a program takes, with `group` query heads a KV head."""
@@ -327,7 +268,7 @@ def paged_prefill(
         DESC=descriptor is not None, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, PACK=pack,
         HEAD_DIM=head_dim, DIM=triton.next_power_of_2(head_dim), BLOCK=block_size,
         ROWS=shape.rows, TILE=shape.tile, MASK_TILE=shape.mask_tile or shape.tile,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", SPECIAL=shape.special,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=shape.num_warps, num_stages=shape.num_stages, maxnreg=shape.max_registers,
     )  # fmt: skip
 
@@ -345,13 +286,6 @@ def _inner_strides(num_kv_heads: int, block_size: int, head_dim: int) -> tuple[i
     """Of K or V, head, token and element in a block."""
     head = block_size * head_dim
     return num_kv_heads * head, head, head_dim, 1
-
-
-def score_factors(scale: float, soft_cap: float) -> tuple[float, float]:
-    """`fold_tile`'s scale and soft_cap."""
-    if soft_cap > 0.0:
-        return 2.0 * LOG2_E * scale / soft_cap, soft_cap * LOG2_E
-    return scale * LOG2_E, 0.0
 
 
 def _descriptor(kv_cache: Tensor, shape: PrefillShape) -> object:
