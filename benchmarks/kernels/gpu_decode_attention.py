@@ -10,15 +10,16 @@ token and head. Takes about 40 s on an H200.
 from __future__ import annotations
 
 import random
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
 from torch import Tensor
 
 from octavo.attention.work import max_decode_items, plan_decode
+from octavo.bench.roofline import time_calls
 from octavo.ops.gpu.decode_attention import contiguous_decode, paged_decode
 
 L2_BYTES = 130e6
@@ -119,21 +120,9 @@ def micros(call: Callable[[int], None], layers: int) -> float:
     """Microseconds a layer: median of graph replays."""
     for layer in range(layers):
         call(layer)
-    torch.cuda.synchronize()
     rounds = max(1, 32 // layers)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(rounds * layers):
-            call(i % layers)
-    times = []
-    for _ in range(13):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / (rounds * layers) * 1e3)
-    return statistics.median(times[3:])
+    calls = [partial(call, i % layers) for i in range(rounds * layers)]
+    return 1e6 * time_calls(calls, torch.device("cuda"))
 
 
 def main() -> None:

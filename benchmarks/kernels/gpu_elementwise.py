@@ -9,12 +9,12 @@ TB/s (every byte read or written counted once).
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from octavo.bench.roofline import time_calls
 from octavo.ops.gpu import activation, norm
 from octavo.ops.gpu.embedding import embed
 from octavo.ops.gpu.rope_cache import rope_and_cache
@@ -25,21 +25,7 @@ CALLS = 8
 
 def call_us(calls: list[Callable[[], object]]) -> float:
     """Median time of a call, of a graph of all calls."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(20):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[3:]) * 1e3 / len(calls)
+    return 1e6 * time_calls(calls, torch.device("cuda"))
 
 
 def rows(num_tokens: int, width: int) -> Tensor:

@@ -9,12 +9,12 @@ CUDA graph: together they are far larger than the L2 cache. Prints microseconds 
 
 from __future__ import annotations
 
-import statistics
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from octavo.bench.roofline import time_calls
 
 ROWS = 16  # query heads of a group, padded to what tl.dot takes
 
@@ -95,20 +95,7 @@ def measure(
                 num_heads, kv_heads, dim, block, tile, splits, num_warps=4, num_stages=3,
             )  # fmt: skip
 
-    all_layers()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        all_layers()
-    times = []
-    for _ in range(13):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / num_layers * 1e3)
-    micros = statistics.median(times[3:])
+    micros = 1e6 * time_calls([all_layers], query.device) / num_layers
     return micros, 2 * batch * context * kv_heads * dim * 2 / micros / 1e6
 
 

@@ -10,9 +10,9 @@ for each pair of a token and one that it sees.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from octavo.attention.work import plan_prefill, prefill_tile_tokens
+from octavo.bench.roofline import time_calls
 from octavo.ops.gpu.fresh_attention import fresh_prefill
 from octavo.ops.gpu.prefill_attention import paged_prefill
 
@@ -115,21 +116,7 @@ def error(inputs: Inputs, fresh: bool) -> float:
 
 def micros(call: Callable[[int], object]) -> float:
     """Median time of one call, microseconds."""
-    call(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(ROUNDS):
-            call(i)
-    times = []
-    for _ in range(13):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / ROUNDS * 1e3)
-    return statistics.median(times[3:])
+    return 1e6 * time_calls([partial(call, i) for i in range(ROUNDS)], torch.device("cuda"))
 
 
 def sdpa(batch: int, tokens: int, heads: tuple[int, int, int]) -> Callable[[int], object]:

@@ -11,12 +11,13 @@ largest error are printed.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from octavo.bench.roofline import time_calls
 from octavo.ops import reference
 from octavo.ops.gpu import activation, norm
 from octavo.ops.gpu.row_linear import row_gated, row_linear
@@ -83,21 +84,8 @@ class Layers:
 
 def layer_us(layers: Layers, call: Callable[[int], None]) -> float:
     """Median over replays of a graph of all layers."""
-    call(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(layers.num_layers):
-            call(i)
-    times = []
-    for _ in range(20):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[3:]) * 1e3 / layers.num_layers
+    calls = [partial(call, i) for i in range(layers.num_layers)]
+    return 1e6 * time_calls(calls, torch.device("cuda"))
 
 
 def main() -> None:

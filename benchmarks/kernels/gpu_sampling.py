@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from octavo.bench.roofline import measure_rates, time_calls
 from octavo.ops.gpu import sampling as ops
 from octavo.ops.gpu.logprobs import token_logprobs
 from octavo.ops.gpu.sampling_top import draw_top, top_scratch
@@ -25,31 +25,13 @@ DEVICE = torch.device("cuda")
 
 
 def time_us(calls: list[Callable[[], object]]) -> float:
-    """Of one call: the median of seven replays of a graph that holds all of them."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        calls[0]()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
-        times = []
-        for _ in range(8):
-            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begun.record(stream)
-            graph.replay()
-            ended.record(stream)
-            torch.cuda.synchronize()
-            times.append(begun.elapsed_time(ended) * 1e3 / len(calls))
-    return statistics.median(times[1:])
+    """Of one call: the median of replays of a graph that holds all of them."""
+    return 1e6 * time_calls(calls, DEVICE)
 
 
 def copy_rate() -> float:
     """Bytes read and written a microsecond."""
-    source = torch.randn(1 << 28, device=DEVICE)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / time_us([lambda: target.copy_(source)] * 3)
+    return 1e-6 * measure_rates(DEVICE, "GPU", torch.bfloat16).copy_bytes_per_s
 
 
 class Step:
