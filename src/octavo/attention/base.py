@@ -46,6 +46,12 @@ class ForwardContext:
     work: AttentionWork | None = None
     """How the step's attention is cut up; for kernels that want it."""
 
+    def tables_in_order(self) -> Tensor:
+        """[num_seqs, max_blocks] int32: the block tables in the order of the batch."""
+        if self.table_rows is None:
+            return self.block_tables
+        return self.block_tables.index_select(0, self.table_rows)
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionWork:
@@ -122,3 +128,8 @@ class QKNorm:
     key_weight: Tensor
     """[head_dim]"""
     eps: float
+
+    @staticmethod
+    def parts(norm: QKNorm | None) -> tuple[Tensor | None, Tensor | None, float]:
+        """(Query's weight, key's weight, eps), as kernels take them; without a norm no weights."""
+        return (None, None, 0.0) if norm is None else (norm.query_weight, norm.key_weight, norm.eps)

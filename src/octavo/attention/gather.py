@@ -43,11 +43,8 @@ class GatherAttention:
         out: Tensor,
     ) -> None:
         """See `AttentionBackend.attend`."""
-        tables = ctx.block_tables
-        if ctx.table_rows is not None:
-            tables = tables.index_select(0, ctx.table_rows)
         attended = reference.gather_attention(
-            query, ctx.kv_cache, layer, tables, ctx.seq_lens, ctx.query_start_loc,
+            query, ctx.kv_cache, layer, ctx.tables_in_order(), ctx.seq_lens, ctx.query_start_loc,
             scale, window,
         )  # fmt: skip
         out.copy_(attended)

@@ -64,14 +64,6 @@ def _paged_views(ctx: ForwardContext, layer: int) -> tuple[Tensor, Tensor]:
     return ctx.kv_cache[:, layer, 0], ctx.kv_cache[:, layer, 1]
 
 
-def _tables(ctx: ForwardContext) -> Tensor:
-    """[num_seqs, max_blocks] int32, in the order of the batch."""
-    num_seqs = len(ctx.seq_lens)
-    if ctx.table_rows is None:
-        return ctx.block_tables[:num_seqs]
-    return ctx.block_tables.index_select(0, ctx.table_rows[:num_seqs])
-
-
 class Fa3Attention(TritonAttention):
     """FlashAttention 3 (Shah et al. 2024) over the pool, decodes and chunks in one call."""
 
@@ -97,7 +89,7 @@ class Fa3Attention(TritonAttention):
     ) -> None:
         """See `AttentionBackend.attend`."""
         keys, values = (part.transpose(1, 2) for part in _paged_views(ctx, layer))
-        tables = _tables(ctx)
+        tables = ctx.tables_in_order()
         common = {
             "cu_seqlens_q": ctx.query_start_loc,
             "max_seqlen_q": len(query),
@@ -156,7 +148,7 @@ class FlashInferAttention(TritonAttention):
         _, _, _, num_kv_heads, block_size, head_dim = ctx.kv_cache.shape
         seq_lens = ctx.seq_lens
         num_blocks = (seq_lens + block_size - 1) // block_size
-        tables = _tables(ctx)
+        tables = ctx.tables_in_order()
         column = torch.arange(tables.shape[1], device=tables.device)
         indptr = torch.zeros(len(seq_lens) + 1, dtype=torch.int32, device=tables.device)
         indptr[1:] = num_blocks.cumsum(0)

@@ -37,13 +37,9 @@ class TritonAttention:
         qk_norm: QKNorm | None,
     ) -> None:
         """See `AttentionBackend.rope_and_cache`."""
-        q_weight = k_weight = None
-        eps = 0.0
-        if qk_norm is not None:
-            q_weight, k_weight, eps = qk_norm.query_weight, qk_norm.key_weight, qk_norm.eps
         rope_cache.rope_and_cache(
             query, key, value, ctx.rope_rows, ctx.cos_sin, ctx.slot_mapping, ctx.kv_cache,
-            ctx.kv_scales, layer, q_weight, k_weight, eps,
+            ctx.kv_scales, layer, *QKNorm.parts(qk_norm),
         )  # fmt: skip
 
     def attend(

@@ -18,6 +18,7 @@ from octavo.attention.select import select_attention
 from octavo.config import AttentionName, KVCacheDType
 from octavo.engine.kernels import AttentionCase, HeadShape, KernelCalls, num_multiprocessors
 from octavo.layers.workspace import Workspace
+from octavo.ops.gpu.launch import ALIGNMENT
 from octavo.util import cdiv
 
 _ROTATED_BYTES = {"cuda": 4e8, "cpu": 1.5e8}
@@ -30,8 +31,6 @@ _FILLED_AT_ONCE = 2**26
 _CHECKED_SEQS = 2
 _CHECKED_ROWS = 64
 """So many sequences, and last tokens of them, are compared with the dense reference."""
-_ALIGN = 16
-"""A block with scales is filled up to whole multiples of so many bytes, as in the pool."""
 
 
 class AttentionKernels:
@@ -150,7 +149,7 @@ class AttentionKernels:
             return pool, None
         num_codes = layers * 2 * heads * block_size * dim
         num_scales = num_codes // dim
-        width = cdiv(num_codes + 2 * num_scales, _ALIGN) * _ALIGN
+        width = cdiv(num_codes + 2 * num_scales, ALIGNMENT) * ALIGNMENT
         raw: Any = torch.empty((num_blocks, width), dtype=torch.uint8, device=self.device)
         codes = raw[:, :num_codes].view(torch.float8_e4m3fn).unflatten(1, block)
         scales = raw[:, num_codes : num_codes + 2 * num_scales].view(torch.float16)

@@ -120,7 +120,7 @@ def _load(
     """The model with its weights; before: of the GPU that they are loaded to."""
     opened = open_model(files)
     arch, device = opened.arch, torch.device(config.device)
-    dtype = _resolve_dtype(config.dtype, device, arch)
+    dtype = resolve_dtype(config.dtype, device, arch.dtype)
     longest = arch.max_position_embeddings
     max_model_len = config.max_model_len or longest
     if max_model_len > longest:
@@ -143,11 +143,12 @@ def _load(
     return model
 
 
-def _resolve_dtype(name: DType, device: torch.device, arch: ModelArch) -> torch.dtype:
-    """auto: on a GPU the checkpoint's own; on a CPU bfloat16 where a kernel multiplies it natively,
-    as emulated it is slower than float32."""
+def resolve_dtype(name: DType, device: torch.device, own: str) -> torch.dtype:
+    """What a checkpoint of type `own` is computed in. auto: on a GPU its own type (float32 in
+    bfloat16); on a CPU bfloat16 where a kernel multiplies it natively, as emulated it is slower
+    than float32. Raises `ConfigError` for float16 on a CPU."""
     if device.type == "cuda":
-        own = "bfloat16" if arch.dtype == "float32" else arch.dtype
+        own = "bfloat16" if own == "float32" else own
         return _DTYPES[own if name == "auto" else name]
     if name == "float16":
         raise ConfigError(

@@ -8,25 +8,18 @@ that the device never waits for decisions.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from octavo.engine.pipeline import Launch
 from octavo.engine.steps import StepLoop
 from octavo.errors import CapacityError
 from octavo.events import EngineEvent, EventKind
-from octavo.kv import KVCacheManager
 from octavo.outputs import RequestKVUsage, RequestMetrics
 from octavo.plan import StepPlan, StepResult
 from octavo.request import FinishReason, Request
-from octavo.sched import Scheduler
 
 if TYPE_CHECKING:
-    from octavo.engine.recorder import Recorder
     from octavo.kv.pins import Pin
     from octavo.kv.stats import PrefixCacheStats
-    from octavo.runner.disk_store import DiskStore
 
 logger = logging.getLogger("octavo")
 
@@ -36,21 +29,6 @@ class EngineCore(StepLoop):
 
     Arguments are those of `StepLoop`.
     """
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        kv: KVCacheManager,
-        launch: Launch,
-        resize_pool: Callable[[int], None] | None = None,
-        disk: DiskStore | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        recorder: Recorder | None = None,
-        overlap: bool = False,
-    ) -> None:
-        super().__init__(scheduler, kv, launch, resize_pool, disk, clock, recorder, overlap)
-        self._kinds_told: set[str] = set()
-        """Of requests that cannot be planned ahead."""
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises `RequestCapacityError` for one that can never fit."""

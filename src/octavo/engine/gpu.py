@@ -151,6 +151,7 @@ def prepare(
 def _make(config: EngineConfig, model: Decoder, before: GPUMemory) -> tuple[Workspace, GpuRunner]:
     """Buffers for the largest step, and a runner with a pool of one block."""
     from octavo.attention.work import max_decode_items
+    from octavo.ops.gpu import pdl
     from octavo.runner.gpu.runner import GpuRunner
 
     arch, limits, device = model.arch, config.limits(), model.device
@@ -160,10 +161,11 @@ def _make(config: EngineConfig, model: Decoder, before: GPUMemory) -> tuple[Work
         kv_dtype(config, model), device,
         max_blocks=max(1, before.total_bytes // block_bytes),
     )  # fmt: skip
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     workspace = Workspace(
         arch, limits.max_num_batched_tokens, num_logit_rows(config), model.dtype, device,
-        num_decode_items=max_decode_items(limits.max_num_seqs, arch.num_kv_heads, num_sms),
+        num_decode_items=max_decode_items(
+            limits.max_num_seqs, arch.num_kv_heads, pdl.num_sms(device)
+        ),
     )  # fmt: skip
     runner = GpuRunner(
         model,

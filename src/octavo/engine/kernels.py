@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from octavo.config import Device, DType, EngineConfig
-from octavo.errors import ConfigError
 from octavo.weights.load import open_model
 from octavo.weights.locate import locate
 
@@ -83,7 +82,9 @@ def num_multiprocessors(device: torch.device) -> int:
     """Of a GPU; elsewhere those of a small one, so that the same code runs."""
     if device.type != "cuda":
         return 8
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    from octavo.ops.gpu import pdl
+
+    return pdl.num_sms(device)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -98,16 +99,6 @@ def free_bytes(device: torch.device) -> int:
 def pick_dtype(name: DType, device: torch.device) -> torch.dtype:
     """The computation type of a checkpoint in bfloat16 there. Raises `ConfigError` for one that the
     device does not compute in."""
-    if device.type == "cuda":
-        found: torch.dtype = getattr(torch, "bfloat16" if name == "auto" else name)
-        return found
-    if name == "float16":
-        raise ConfigError(
-            "dtype 'float16' needs a GPU: no CPU kernel computes in it; use --dtype bfloat16 or "
-            "--dtype float32"
-        )
-    from octavo.ops.cpu import gemm
+    from octavo.engine.build import resolve_dtype
 
-    if name == "auto":
-        return torch.bfloat16 if gemm.is_available() else torch.float32
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
+    return resolve_dtype(name, device, "bfloat16")

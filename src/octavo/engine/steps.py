@@ -65,6 +65,8 @@ class StepLoop:
         self._disk = disk
         self._recorder = recorder
         self._stats: dict[str, RequestStats] = {}
+        self._kinds_told: set[str] = set()
+        """Of requests that cannot be planned ahead, those that were told of."""
         self._events: deque[EngineEvent] = deque(maxlen=_MAX_EVENTS)
         self._num_noted = 0
         """Of them, those that were forgotten included."""

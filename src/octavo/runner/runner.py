@@ -49,9 +49,7 @@ class Runner(RunnerBase):
     def execute(self, plan: StepPlan) -> StepResult:
         """Carry out one plan: copies first, then the forward pass, then sampling.
 
-        A plan without `seqs` only brings memory and tables up to date. Times are wall time; on a
-        GPU they would need no synchronisation of their own: the drawn tokens are waited for anyway,
-        and what lies between is told apart by recorded events.
+        A plan without `seqs` only brings memory and tables up to date. Times are wall time.
         """
         moved = self._apply(plan)
         prompt: dict[int, list[TokenLogprobs]] = {}
