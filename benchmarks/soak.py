@@ -62,7 +62,7 @@ class Soak:
             return SamplingParams(**hot, repetition_penalty=1.2, frequency_penalty=0.3)
         if kind == 9:
             stop = [rng.randrange(self._vocab) for _ in range(200)]
-            return SamplingParams(**hot, stop_token_ids=stop, min_tokens=3)
+            return SamplingParams(**hot, stop_token_ids=stop, min_tokens=min(3, most))
         if kind == 10:
             return SamplingParams(temperature=0.0, max_tokens=min(most, 8), prompt_logprobs=1)
         return SamplingParams(**hot, min_p=0.05)

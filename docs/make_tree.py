@@ -16,11 +16,11 @@ PACKAGE = ROOT / "src" / "octavo"
 PAGE = ROOT / "docs" / "architecture.md"
 CONTRACTS = (
     "errors", "config", "arch", "hf_config", "request", "plan", "outputs",
-    "events", "util",
+    "events", "stats", "util",
 )  # fmt: skip
 ROOMS = (
     "kv", "sched", "ops", "attention", "layers", "sampling", "models", "weights", "runner", "text",
-    "engine", "cli", "bench",
+    "engine", "server", "dashboard", "cli", "bench",
 )  # fmt: skip
 BEGIN, END = "<!-- tree: docs/make_tree.py -->", "<!-- end of tree -->"
 WIDTH = 29

@@ -33,3 +33,9 @@ def test_the_example_of_the_readme_runs(
     exec(compile(example, "README.md", "exec"), {})
     printed = capsys.readouterr().out
     assert "Paris" in printed and "RequestKVUsage" in printed and "KV pool" in printed
+
+
+def test_metrics_and_flags_are_up_to_date() -> None:
+    script = ROOT / "docs" / "make_reference.py"
+    check = subprocess.run([sys.executable, script, "--check"], check=False)
+    assert check.returncode == 0, "run: python docs/make_reference.py"

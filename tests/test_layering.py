@@ -18,7 +18,7 @@ MAX_LINES = 400
 
 CONTRACTS = {
     "errors", "config", "request", "plan", "outputs", "events", "arch", "hf_config", "util",
-    "record",
+    "record", "stats",
 }  # fmt: skip
 DEVICE = [{"ops"}, {"attention", "layers", "sampling"}, {"models", "weights"}, {"runner"}]
 ENGINE = {"text", "metrics", "distributed", "engine"}

@@ -25,6 +25,8 @@ class EventKind(StrEnum):
     """The pool grew or shrank."""
     FAILED = "failed"
     """A step failed and its requests were aborted."""
+    LEAK = "leak"
+    """Something was held that nobody needs any more; it was found while idle, and given back."""
     NO_OVERLAP = "no overlap"
     """A request of a kind that cannot be planned ahead has come; told of the first of its kind."""
 

@@ -312,3 +312,8 @@ class Request:
     """Smaller runs earlier under the priority queue."""
     arrival_s: float = 0.0
     """When it came, in the clock of `Scheduler.schedule(now)`."""
+    client_id: str = ""
+    """Who sent it: whom the fair queue charges, and whose blocks `max_kv_share` counts."""
+    max_kv_share: float | None = None
+    """Share of the pool, above 0 and at most 1, that the client's sequences may hold together when
+    one more is admitted; who holds nothing is admitted in any case. None: any."""

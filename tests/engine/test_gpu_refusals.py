@@ -68,7 +68,7 @@ def test_memory_that_runs_out_is_refused_with_what_is_known() -> None:
 @pytest.mark.parametrize(
     ("options", "flag"),
     [
-        ({}, "--gpu-memory-utilization"),
+        ({"kv_cache_memory_bytes": None}, "--gpu-memory-utilization"),
         ({"kv_cache_memory_bytes": 1}, "--kv-cache-memory-bytes"),
         ({"num_gpu_blocks_override": 1}, "--num-gpu-blocks-override"),
         ({"max_model_len": 10}, None),

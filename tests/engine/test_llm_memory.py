@@ -453,7 +453,9 @@ def test_a_real_chat_is_computed_once(default_model_path: Path) -> None:
 def test_real_requests_do_not_notice_that_the_pool_is_resized(default_model_path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     texts = ["Water boils at a lower temperature on a mountain because", "The sea is"]
-    with LLM(str(default_model_path), max_model_len=128, num_gpu_blocks_override=64) as llm:
+    with LLM(
+        str(default_model_path), dtype="float32", max_model_len=128, num_gpu_blocks_override=64
+    ) as llm:
         block = llm.memory_report().plan.bytes_per_block
         expected = [o.outputs[0].text for o in llm.generate(texts, params, use_tqdm=False)]
         streams = [llm.stream(text, params) for text in texts]

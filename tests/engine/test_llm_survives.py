@@ -243,7 +243,8 @@ def test_report_adds_up(llm: LLM) -> None:
     next(stream)
     report = llm.memory_report()
     assert sum(report.ledger.terms().values()) == report.ledger.num_slots == 256
-    assert report.ledger.tokens == 9
+    overlapped = llm.config.device == "cuda"  # the token under way has its slot
+    assert report.ledger.tokens == 9 + overlapped
     assert report.plan.budget_bytes == sum(report.plan.terms().values())
     values = report.as_dict()
     assert values["history"]["peak_blocks"] == 3

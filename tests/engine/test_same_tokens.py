@@ -152,7 +152,9 @@ def test_prefix_hits(
         assert sum(o.num_cached_tokens for o in continued) >= sum(map(len, longer)) - len(longer)
 
 
-@pytest.mark.skipif(not gemm.is_available(), reason="needs the packed bf16 kernel")
+@pytest.mark.skipif(
+    torch.cuda.is_available() or not gemm.is_available(), reason="needs the packed bf16 kernel"
+)
 def test_bfloat16_is_exact_too(default_model_path: Path, prompts: list[list[int]]) -> None:
     """octavo's own kernels compute a row alike in any batch, chunk and block size: no near-ties."""
     bf16 = {"dtype": "bfloat16"}

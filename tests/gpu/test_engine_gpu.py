@@ -62,7 +62,8 @@ def test_the_memory_plan_is_what_the_driver_sees(tiny_weights_path: Path) -> Non
     torch.zeros(1, device="cuda")
     free_before, total = torch.cuda.mem_get_info()
     share = 0.25
-    with LLM(str(tiny_weights_path), **OPTIONS, gpu_memory_utilization=share) as llm:
+    options = OPTIONS | {"gpu_memory_utilization": share, "kv_cache_memory_bytes": None}
+    with LLM(str(tiny_weights_path), **options) as llm:
         plan = llm.memory_report().plan
         answers(llm)
         free, _ = torch.cuda.mem_get_info()

@@ -256,6 +256,9 @@ def test_memory_of_recorded_steps_is_measured(model: Decoder) -> None:
     assert captured.sizes == (1, 2, 4, 8, 16, 24, 32)
     assert captured.mixed_sizes == mixed_sizes(1024) and len(captured.mixed_sizes) == 20
     assert captured.num_bytes < 1 << 29
+    reserved = torch.cuda.memory_reserved()
+    runner.capture()
+    assert torch.cuda.memory_reserved() - reserved < 16 << 20, "a new stream's workspace"
     kept: list[torch.Tensor] = []
 
     def step() -> None:

@@ -51,7 +51,7 @@ def run(
 def state_of(replica: Replica) -> dict[str, Any]:
     """Everything that a decision, a report or a figure can depend on."""
     scheduler, kv = replica.scheduler, replica.kv
-    roster, pool, cache = scheduler._roster, kv._pool, kv._cache
+    roster, pool, cache = scheduler.roster, kv._pool, kv._cache
     storm = scheduler._pressure._storm
     tables = {
         i: (list(t.block_ids), t.num_committed, t.capacity, t.exclusive_from, t.num_reported,
@@ -61,7 +61,7 @@ def state_of(replica: Replica) -> dict[str, Any]:
     return {
         "now": (replica.now_s, replica.busy_s, roster.now_s, kv._now_s, cache.now_s),
         "counts": (replica.num_steps, replica.num_seqs, replica.num_tokens),
-        "ids": (scheduler._next_step_id, scheduler._next_result_id, cache.step, cache.plan),
+        "ids": (scheduler.next_step_id, scheduler._next_result_id, cache.step, cache.plan),
         "running": [sequence_of(seq) for seq in roster.running],
         "waiting": [sequence_of(seq) for seq in roster.waiting],
         "backlog": len(replica._backlog),

@@ -278,7 +278,7 @@ def test_two_searches_that_are_partly_back_do_not_wait_for_each_other() -> None:
     updates: list[SeqUpdate] = []
     for _ in range(6):
         updates += scheduler.update(runner.execute(must_plan(scheduler)), 0.0)
-    roster = scheduler._roster
+    roster = scheduler.roster
     hold_blocks(kv, 1)
     for name, num_left in (("a", 0), ("b", 1)):
         for seq_id in scheduler.seq_ids(name)[num_left:]:
@@ -288,7 +288,7 @@ def test_two_searches_that_are_partly_back_do_not_wait_for_each_other() -> None:
     updates += scheduler.update(runner.execute(plan), 0.0)
     for _ in range(4):
         updates += scheduler.update(runner.execute(must_plan(scheduler)), 0.0)
-    assert len(scheduler._roster.groups["a"].search.running) == 2  # type: ignore[union-attr]
+    assert len(scheduler.roster.groups["a"].search.running) == 2  # type: ignore[union-attr]
     kv.release(OUTSIDE)
     kv.release(OUTSIDE + 1)
     updates += drain(scheduler, runner, 60)

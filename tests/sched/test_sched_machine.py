@@ -357,7 +357,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for share in plan.seqs:
             (name,) = self.scheduler.request_ids_of([share.seq_id])
             self.num_computed[name] += share.num_tokens
-            seq = self.scheduler._roster.sequences[share.seq_id]
+            seq = self.scheduler.roster.sequences[share.seq_id]
             assert share.start <= len(seq.token_ids), "computed two tokens ahead"
         self.check_pending()
         self.under_way.append(Underway(plan))
@@ -561,7 +561,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_pending(self) -> None:
         """No token is sampled that cannot be wanted, and KV counts from when its token is known."""
-        roster = self.scheduler._roster
+        roster = self.scheduler.roster
         for seq in roster.sequences.values():
             assert seq.num_pending <= 1 + self.plan_ahead
             assert len(seq.token_ids) + seq.num_pending <= seq.group.max_total_tokens

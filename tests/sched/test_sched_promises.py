@@ -32,7 +32,7 @@ def with_prefix(num_tokens: int = 40) -> tuple[Scheduler, KVCacheManager, list[i
 def finish(scheduler: Scheduler, kv: KVCacheManager, request: Request) -> int:
     """Run it; returns how many tokens it got."""
     runner = make_runner(kv)
-    runner.next_step_id = scheduler._next_step_id
+    runner.next_step_id = scheduler.next_step_id
     runner.has_failed = True  # it knows nobody yet
     updates = [u for u in drain(scheduler, runner, 200) if u.request_id == request.request_id]
     assert updates[-1].finish_reason is FinishReason.LENGTH

@@ -40,9 +40,9 @@ def test_who_still_wants_a_token_is_counted_once_a_step() -> None:
     for i in range(8):
         scheduler.add(make_request(f"r{i}", 3, max_tokens=90))
     run_step(scheduler)
-    for seq in scheduler._roster.running:  # as if all were in the middle of their prompts
+    for seq in scheduler.roster.running:  # as if all were in the middle of their prompts
         seq.token_ids += [5] * 9
-    scheduler._roster.running = Counting(scheduler._roster.running)
+    scheduler.roster.running = Counting(scheduler.roster.running)
     plan, _ = run_step(scheduler)
     assert [s.num_tokens for s in plan.seqs] == [10, 10, 10, 6, 1, 1, 1, 1]
     assert Counting.num_passes == 1

@@ -19,6 +19,7 @@ import tyro
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, InvalidRequestError
 from octavo.request import BeamSearchParams, SamplingParams
+from octavo.server.config import ServeConfig
 from octavo.util import flag_name
 
 T = TypeVar("T")
@@ -82,6 +83,7 @@ IntOrNone = Annotated[
 
 
 _METAVARS: dict[Any, str] = {
+    tuple[str, ...]: "TEXT [TEXT ...]",
     list[str] | None: "TEXT [TEXT ...]",
     list[int] | None: "ID [ID ...]",
     dict[int, float] | None: "ID BIAS [ID BIAS ...]",
@@ -143,6 +145,22 @@ class EngineFlags(EngineConfig):
     def config(self) -> EngineConfig:
         """The checked configuration. Raises `ConfigError`."""
         return EngineConfig.from_kwargs(**_as_dict(self, EngineConfig))
+
+
+@flags
+@dataclass(frozen=True, kw_only=True)
+class ServeFlags(ServeConfig):
+    """Where the server listens, whom it serves, and how much of it."""
+
+    max_body_bytes: Bytes = 32 * 2**20  # type: ignore[assignment]
+    """Largest request body."""
+
+    def __post_init__(self) -> None:
+        """Nothing: values are checked by `config()`, where an error reads as everywhere else."""
+
+    def config(self) -> ServeConfig:
+        """The checked configuration. Raises `ConfigError`."""
+        return ServeConfig(**_as_dict(self, ServeConfig))
 
 
 @flags

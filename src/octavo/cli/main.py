@@ -33,6 +33,7 @@ class Command(NamedTuple):
 COMMANDS = (
     Command("generate", "octavo.cli.generate", "answer prompts, streaming; JSONL in and out"),
     Command("chat", "octavo.cli.chat", "talk with the model"),
+    Command("serve", "octavo.cli.serve", "an OpenAI-compatible server"),
     Command("bench throughput", "octavo.cli.bench", "tokens per second of a batch of requests"),
     Command("bench latency", "octavo.cli.bench", "how fast a few requests alone are answered"),
     Command("bench preemption", "octavo.cli.bench", "recompute or swap: what each costs here"),

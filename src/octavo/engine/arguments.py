@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from octavo.config import EngineConfig
 from octavo.engine.input import Params, Prompt
 from octavo.errors import InvalidRequestError
 from octavo.request import BeamSearchParams, SamplingParams
@@ -76,3 +77,14 @@ def conversations(messages: Any) -> list[Any]:
             parameter="messages",
         )
     return [messages] if is_conversation(messages) else list(messages)
+
+
+def check_priority(priority: int, config: EngineConfig) -> None:
+    """Raise `InvalidRequestError` for a priority that nothing looks at."""
+    if priority and "priority" not in (config.scheduling_policy, config.preemption_victim):
+        raise InvalidRequestError(
+            f"priority {priority!r} has no effect under scheduling_policy "
+            f"{config.scheduling_policy!r} and preemption_victim {config.preemption_victim!r}: "
+            "start with --scheduling-policy priority or --preemption-victim priority",
+            parameter="priority",
+        )

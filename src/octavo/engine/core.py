@@ -98,6 +98,10 @@ class EngineCore(StepLoop):
         own = self._num_noted - len(self._events)
         return own + self.scheduler.pressure_totals.num_events_forgotten
 
+    def note(self, kind: EventKind, request_id: str | None, why: str) -> None:
+        """Make an event of something that happened now."""
+        self._note(kind, request_id, why)
+
     def note_refusal(self, request_id: str | None, error: CapacityError) -> None:
         """Make an event of what can never fit: a request, or a pin or a resize (None)."""
         self._note(EventKind.REFUSED, request_id, str(error))

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 from octavo.engine.core import EngineCore
-from octavo.engine.input import InputProcessor, Params, Prompt, is_ranked
+from octavo.engine.input import InputProcessor, Params, Prompt, check_streamable
 from octavo.engine.output import OutputKind, OutputProcessor
 from octavo.errors import CapacityError, InvalidRequestError
 from octavo.outputs import RequestOutput
-from octavo.request import BeamSearchParams
 
 
 class Engine:
@@ -46,13 +45,8 @@ class Engine:
         except CapacityError as error:
             self.core.note_refusal(request_id, error)
             raise
-        if kind is not OutputKind.FINAL_ONLY and is_ranked(params):
-            name = "beam search" if isinstance(params, BeamSearchParams) else "best_of"
-            raise InvalidRequestError(
-                f"{name} cannot be streamed: which completions are returned is known at the end; "
-                "ask for the final output only",
-                parameter="beam_width" if isinstance(params, BeamSearchParams) else "best_of",
-            )
+        if kind is not OutputKind.FINAL_ONLY:
+            check_streamable(params)
         if self._has_end_to_tell(request_id):
             raise InvalidRequestError(
                 f"request_id {request_id!r} belongs to a request whose end was not told yet: choose"

@@ -108,6 +108,16 @@ class PoolHistory:
             self._peak = ledger
         self._peak_seqs = max(self._peak_seqs, len(plan.seqs))
 
+    @property
+    def num_steps(self) -> int:
+        """Steps whose results have come."""
+        return self._num_steps
+
+    @property
+    def step_seconds(self) -> float:
+        """Time that they took."""
+        return self._busy_s
+
     def summary(self) -> PoolSummary:
         """Everything so far."""
         steps = max(1, self._num_steps)

@@ -50,6 +50,16 @@ class InputProcessor:
         self._seed = seed
         self._num_seeds = 0
 
+    def limits(self) -> dict[str, Any]:
+        """Keyword arguments that make another one for the same engine, in another process."""
+        return {
+            "vocab_size": self._vocab_size,
+            "max_model_len": self._max_model_len,
+            "eos_token_ids": sorted(self._eos_token_ids),
+            "seed": self._seed,
+            "capped_by": self._capped_by,
+        }
+
     def process(
         self,
         request_id: str,
@@ -58,6 +68,8 @@ class InputProcessor:
         *,
         arrival_s: float = 0.0,
         priority: int = 0,
+        client_id: str = "",
+        max_kv_share: float | None = None,
     ) -> tuple[Request, str | None]:
         """The request, and the prompt's text (None for token ids).
 
@@ -100,6 +112,8 @@ class InputProcessor:
             stop_token_ids=frozenset(stop_token_ids),
             priority=priority,
             arrival_s=arrival_s,
+            client_id=client_id,
+            max_kv_share=max_kv_share,
         )
         return request, text
 
@@ -273,6 +287,17 @@ class InputProcessor:
             f"{name} is text but the engine has no tokenizer: use {instead}, or start without "
             "--skip-tokenizer-init",
             parameter=name,
+        )
+
+
+def check_streamable(params: Params) -> None:
+    """Raise `InvalidRequestError` for what has no outputs before its last one."""
+    if is_ranked(params):
+        is_beam = isinstance(params, BeamSearchParams)
+        raise InvalidRequestError(
+            f"{'beam search' if is_beam else 'best_of'} cannot be streamed: which completions are "
+            "returned is known at the end; ask for the final output only",
+            parameter="beam_width" if is_beam else "best_of",
         )
 
 

@@ -6,11 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from octavo.config import EngineConfig
-from octavo.engine.arguments import as_list, conversations, one_of_each, params_each, salted
+from octavo.engine.arguments import (
+    as_list,
+    check_priority,
+    conversations,
+    one_of_each,
+    params_each,
+    salted,
+)
 from octavo.engine.driver import Driver, RequestStream
 from octavo.engine.input import Params, Prompt
 from octavo.engine.output import OutputKind, beams_of
-from octavo.errors import EngineDeadError, InvalidRequestError
+from octavo.errors import EngineDeadError
 from octavo.outputs import BeamSearchOutput, RequestOutput
 from octavo.request import BeamSearchParams, SamplingParams
 
@@ -291,15 +298,7 @@ class LLM:
         self._driver.close()
 
     def _add(self, prompt: Prompt, params: Params, kind: OutputKind, priority: int = 0) -> str:
-        config = self.config
-        if priority and "priority" not in (config.scheduling_policy, config.preemption_victim):
-            raise InvalidRequestError(
-                f"priority {priority!r} has no effect under scheduling_policy "
-                f"{config.scheduling_policy!r} and preemption_victim "
-                f"{config.preemption_victim!r}: start with --scheduling-policy priority or "
-                "--preemption-victim priority",
-                parameter="priority",
-            )
+        check_priority(priority, self.config)
         return self._driver.add(prompt, params, kind, priority)
 
     def _run(

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import torch
-
 from octavo.engine.history import PoolHistory
 from octavo.engine.pipeline import Launch, Pipeline
 from octavo.errors import CapacityError, DeviceLostError, EngineDeadError, StepFailedError
@@ -227,7 +225,10 @@ class StepLoop:
             return
         try:
             self._resize_pool(num_blocks)
-        except (MemoryError, torch.OutOfMemoryError) as error:
+        except (MemoryError, RuntimeError) as error:
+            # torch's is a RuntimeError; deciding needs no torch, so it goes by its name
+            if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
+                raise
             raise CapacityError(
                 f"the system has no memory for a KV pool of {num_blocks:,} blocks: {error}"
             ) from error

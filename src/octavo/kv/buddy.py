@@ -100,6 +100,15 @@ class BuddyAllocator:
         smaller = self._free[: (num_units - 1).bit_length() if num_units else 0]
         return sum(len(starts) << order for order, starts in enumerate(smaller))
 
+    def too_small(self, num_units: int) -> list[range]:
+        """The chunks that these units are in."""
+        smaller = self._free[: (num_units - 1).bit_length() if num_units else 0]
+        return [
+            range(start, start + (1 << order))
+            for order, starts in enumerate(smaller)
+            for start in starts
+        ]
+
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless free and taken chunks are the arena, each unit once, lie
         where their size says, and no two free halves of a chunk are left unmerged."""

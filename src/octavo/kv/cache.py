@@ -68,6 +68,7 @@ class PrefixCache(PrefixIndex):
         if self.ignores(demand):
             if not account.has_started:
                 account.misses = not_asked(demand, self.pool.block_size)
+                self.stats.count_misses(account.misses)
                 account.has_started = True
             return
         match = self.match(demand, table.root_name)
@@ -87,6 +88,7 @@ class PrefixCache(PrefixIndex):
                 )
             else:
                 account.misses = not_asked(demand, self.pool.block_size)
+            self.stats.count_misses(account.misses)
         elif demand.resumed:
             account.resumed_tokens += num_found
             self.stats.resumed_tokens += num_found

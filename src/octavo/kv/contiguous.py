@@ -58,6 +58,11 @@ class RegionAllocator:
         """What is left at the end."""
         return self.num_units % self.region_len
 
+    def too_small(self, num_units: int) -> list[range]:
+        """The same, as a run."""
+        left = self.num_units % self.region_len
+        return [range(self.num_units - left, self.num_units)] if left else []
+
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless each region is free or taken."""
         regions = sorted([*self._free, *self._taken])

@@ -27,7 +27,9 @@ class PagedPolicy:
     shares_blocks = True
     batches_requests = False
     num_external_blocks = 0
+    external_runs: tuple[range, ...] = ()
     promises: tuple[Promise, ...] = ()
+    promised_runs: tuple[tuple[int, range], ...] = ()
 
     _pool: BlockPool
 

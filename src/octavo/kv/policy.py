@@ -159,8 +159,18 @@ class AllocationPolicy(Protocol):
         ...
 
     @property
+    def external_runs(self) -> Sequence[range]:
+        """Which blocks `num_external_blocks` counts, in runs that do not overlap."""
+        ...
+
+    @property
     def promises(self) -> Sequence[Promise]:
         """Free blocks that are set aside for forks."""
+        ...
+
+    @property
+    def promised_runs(self) -> Sequence[tuple[int, range]]:
+        """Which blocks those are: for each run a sequence of its family, and the blocks."""
         ...
 
     def attach(self, pool: BlockPool) -> None:

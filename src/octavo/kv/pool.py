@@ -11,6 +11,18 @@ from octavo.kv.node import Node
 from octavo.plan import BlockCopy
 
 
+class Journal:
+    """Which blocks have changed, for somebody who watches the pool and takes them from here."""
+
+    __slots__ = ("changed", "was_resized")
+
+    def __init__(self) -> None:
+        self.changed: set[int] = set()
+        """Blocks that got or lost an owner, or a node while they had none."""
+        self.was_resized = False
+        """Whether blocks may have other ids since."""
+
+
 class BlockPool:
     """Blocks `0 .. num_blocks - 1` of `block_size` slots each.
 
@@ -22,7 +34,7 @@ class BlockPool:
     """
 
     __slots__ = (
-        "_free", "_ref_counts", "block_size", "copies", "evict", "keeps_cached", "nodes",
+        "_free", "_ref_counts", "block_size", "copies", "evict", "journal", "keeps_cached", "nodes",
         "num_blocks", "num_cached", "num_only_pinned", "pins",
     )  # fmt: skip
 
@@ -43,6 +55,8 @@ class BlockPool:
         """Whether blocks with a node stay cached when nobody references them."""
         self.evict: Callable[[int], None] = self._no_cache
         """Takes the node from a block that is allocated (or not kept); the prefix cache's."""
+        self.journal: Journal | None = None
+        """Is told of every change; None: nobody watches."""
         self.copies: list[BlockCopy] = []
         """Copies that no plan has taken yet, in the order in which they must be done."""
 
@@ -83,6 +97,8 @@ class BlockPool:
                 f"{num} blocks were taken with {len(self._free)} of {self.num_blocks} free"
             )
         block_ids = self._free.pop_front(num)
+        if self.journal is not None:
+            self.journal.changed.update(block_ids)
         nodes, counts = self.nodes, self._ref_counts
         for block_id in block_ids:
             counts[block_id] = 1
@@ -93,6 +109,8 @@ class BlockPool:
 
     def acquire(self, block_id: int) -> None:
         """Give a cached or referenced block one more owner."""
+        if self.journal is not None:
+            self.journal.changed.add(block_id)
         if not self._ref_counts[block_id]:
             assert self.nodes[block_id] is not None, f"block {block_id} holds nothing"
             self._free.remove(block_id)
@@ -124,8 +142,19 @@ class BlockPool:
 
     def make_free(self, block_id: int) -> None:
         """A cached block that has just lost its node is a free one."""
+        if self.journal is not None:
+            self.journal.changed.add(block_id)
         self.num_cached -= 1
         self.demote(block_id)
+
+    def recover(self, block_id: int) -> None:
+        """Put a block without an owner back into the free list, from which it was lost."""
+        assert not self._ref_counts[block_id] and block_id not in self._free
+        if self.journal is not None:
+            self.journal.changed.add(block_id)
+        self._free.push_front((block_id,))
+        if self.nodes[block_id] is not None:
+            self.evict(block_id)
 
     def take(self, block_ids: Iterable[int]) -> None:
         """Take these very blocks, for one owner each. Refuses one that is not free."""
@@ -134,6 +163,8 @@ class BlockPool:
                 owners = self._ref_counts[block_id]
                 raise IntegrityError(f"block {block_id} is taken twice: it has {owners} owners")
             self._free.remove(block_id)
+            if self.journal is not None:
+                self.journal.changed.add(block_id)
             self._ref_counts[block_id] = 1
             if self.nodes[block_id] is not None:
                 self.num_cached -= 1
@@ -149,6 +180,8 @@ class BlockPool:
             if self.pins:
                 self.num_only_pinned -= counts[block_id] == self.pins.get(block_id)
             counts[block_id] += 1
+            if self.journal is not None:
+                self.journal.changed.add(block_id)
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Take one owner away from each; one that has no owner left is cached or free.
@@ -158,6 +191,9 @@ class BlockPool:
         Cached blocks are reused after all others, again a table's tail before its head: a prefix
         outlives what follows it. Refuses a block that is free already.
         """
+        if self.journal is not None:
+            block_ids = list(block_ids)
+            self.journal.changed.update(block_ids)
         counts, nodes = self._ref_counts, self.nodes
         freed, cached = [], []
         try:
@@ -186,6 +222,8 @@ class BlockPool:
         """Add blocks; they are the next to be allocated."""
         num_new = num_blocks - self.num_blocks
         order = [*range(self.num_blocks, num_blocks), *self._free]
+        if self.journal is not None:
+            self.journal.was_resized = True
         self._ref_counts += [0] * num_new
         self.nodes += [None] * num_new
         self.num_blocks = num_blocks
@@ -203,6 +241,8 @@ class BlockPool:
             raise IntegrityError(
                 f"{num_gone} of {self.num_blocks} blocks cannot go with {len(self._free)} free"
             )
+        if self.journal is not None:
+            self.journal.was_resized = True
         gone = self._free.pop_front(num_gone)
         for block_id in gone:
             if self.nodes[block_id] is not None:

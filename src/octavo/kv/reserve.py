@@ -43,6 +43,10 @@ class Arena(Protocol):
         """Free blocks in runs too small for so many."""
         ...
 
+    def too_small(self, num_units: int) -> list[range]:
+        """Those runs."""
+        ...
+
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless runs and free blocks are the pool, each block once."""
         ...
@@ -128,14 +132,33 @@ class ReservingPolicy:
     @property
     def num_external_blocks(self) -> int:
         """Free blocks in runs too small for what was refused last. In an idle pool nobody waits."""
-        refused = self._refused if self._families else 0
-        return self._arena.num_too_small(max(refused, self._least_asked))
+        return self._arena.num_too_small(self._least_useful)
+
+    @property
+    def external_runs(self) -> list[range]:
+        """Where those are."""
+        return self._arena.too_small(self._least_useful)
+
+    @property
+    def _least_useful(self) -> int:
+        """Blocks of the shortest run that is of use now."""
+        return max(self._refused if self._families else 0, self._least_asked)
 
     @property
     def promises(self) -> list[Promise]:
         """Runs that forks will get."""
         families = dict.fromkeys(self._families.values())
         return [promise for family in families if family.spares for promise in family.promises]
+
+    @property
+    def promised_runs(self) -> list[tuple[int, range]]:
+        """Where those are."""
+        members = {family: seq_id for seq_id, family in self._families.items() if family.spares}
+        return [
+            (seq_id, range(start, start + family.run_len))
+            for family, seq_id in members.items()
+            for start in family.spares
+        ]
 
     def fits_idle(self, demand: SeqDemand) -> bool:
         """Whether an idle pool has a run for each of its sequences."""

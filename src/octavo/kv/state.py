@@ -246,6 +246,15 @@ class KVState:
         account = self._accounts.get(request_id)
         return RequestKVUsage() if account is None else account.usage(self._now_s)
 
+    def account(self, request_id: str) -> RequestAccount | None:
+        """What a request that has started and not ended holds; to read only."""
+        return self._accounts.get(request_id)
+
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks themselves; to look at, and to keep a journal of."""
+        return self._pool
+
     def cache_stats(self) -> PrefixCacheStats:
         """What the prefix cache and the tiers did since the start; a copy."""
         return self._cache.stats.copy()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from octavo.outputs import PrefixMiss
 
 
 @dataclass(slots=True)
@@ -36,10 +39,18 @@ class PrefixCacheStats:
     """Blocks found on the host and moved to the pool, for preempted sequences too."""
     promotions_from_disk: int = 0
     """Blocks found on the disk and moved to the pool."""
+    miss_blocks: dict[str, int] = field(default_factory=dict)
+    """Prompt blocks of first starts that had to be computed, by `outputs.MissReason`."""
 
     def copy(self) -> PrefixCacheStats:
         """As it is now."""
-        return replace(self)
+        return replace(self, miss_blocks=dict(self.miss_blocks))
+
+    def count_misses(self, misses: Iterable[PrefixMiss]) -> None:
+        """Of one more first start."""
+        for miss in misses:
+            reason = str(miss.reason)
+            self.miss_blocks[reason] = self.miss_blocks.get(reason, 0) + miss.num_blocks
 
     @property
     def hit_rate(self) -> float:

@@ -49,6 +49,14 @@ class EventLog:
         self._blocked_why = ""
         self._num_let_in = 0
         """Requests out of the line since then."""
+        self.news: deque[tuple[int, EngineEvent]] | None = None
+        """(Serial, event) of each that begins or ends, for somebody who watches and takes them from
+        here; None: nobody does."""
+
+    @property
+    def blocked(self) -> tuple[str, str]:
+        """Who was the head of the line when it was blocked last, and why; empty: it never was."""
+        return self._blocked_id, self._blocked_why
 
     @property
     def num_forgotten(self) -> int:
@@ -65,6 +73,7 @@ class EventLog:
     def preempted(self, event: EngineEvent, seq_ids: Iterable[int]) -> None:
         """A preemption of some sequences; it goes on until `back` was said of each."""
         preemption = _Preemption(self._next_serial(), event, set(seq_ids))
+        self._tell(preemption.serial, event)
         for seq_id in preemption.seq_ids:
             assert seq_id not in self._preemptions, f"sequence {seq_id} was preempted twice"
             self._preemptions[seq_id] = preemption
@@ -84,6 +93,7 @@ class EventLog:
         if change.is_raise:
             event = EngineEvent(kind=EventKind.STORM, time_s=now_s, request_id=None, why=change.why)
             self._raises.append((change.new, self._next_serial(), event))
+            self._tell(self._num_begun, event)
             return
         while self._raises and self._raises[-1][0] > change.new:
             _, serial, event = self._raises.pop()
@@ -158,6 +168,11 @@ class EventLog:
     def _close(self, serial: int, event: EngineEvent) -> None:
         self._num_forgotten += len(self._over) == self._over.maxlen
         self._over.append((serial, event))
+        self._tell(serial, event)
+
+    def _tell(self, serial: int, event: EngineEvent) -> None:
+        if self.news is not None:
+            self.news.append((serial, event))
 
 
 def _ended(event: EngineEvent, now_s: float) -> EngineEvent:

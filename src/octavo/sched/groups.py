@@ -146,6 +146,7 @@ class BeamKeeper:
         updates = []
         for rank, beam in enumerate(search.state.finished):
             group.stats.metrics.num_generation_tokens += len(beam.token_ids)
+            self._roster.num_output_tokens += len(beam.token_ids)
             updates.append(
                 SeqUpdate(
                     request_id, rank, seq_id, beam.token_ids, (), (), beam.finish_reason, None,

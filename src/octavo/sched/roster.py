@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections import deque
 from operator import attrgetter
 
 from octavo.config import SchedulingPolicy
@@ -28,7 +29,7 @@ class Roster:
 
     def __init__(self, kv: KVCacheManager, policy: SchedulingPolicy, log: EventLog) -> None:
         self._kv = kv
-        self._log = log
+        self.log = log
         self._policy: SchedulingPolicy = policy
         self.groups: dict[str, SequenceGroup] = {}
         self.sequences: dict[int, Sequence] = {}
@@ -45,6 +46,13 @@ class Roster:
         """Sequences preempted since the start."""
         self.num_ended = 0
         """Sequences that ended while they ran, since the start; beams when their search ends."""
+        self.num_prompt_tokens = 0
+        """Prompt tokens of requests that have started, since the start."""
+        self.num_output_tokens = 0
+        """Tokens sampled since the start; those of beams when their search ends."""
+        self.ended: deque[RequestStats] | None = None
+        """Of each request that has ended, for somebody who watches and takes them from here; None:
+        nobody does."""
         self.now_s = 0.0
         self._seated: dict[SequenceGroup, int] = {}
         """Of requests of several sequences, those of which some run, and how many."""
@@ -72,7 +80,7 @@ class Roster:
 
     def add(self, request: Request, max_total_tokens: int) -> SequenceGroup:
         """Put a request in line."""
-        stats = RequestStats(RequestMetrics(arrival_s=request.arrival_s))
+        stats = RequestStats(RequestMetrics(arrival_s=request.arrival_s), num_seqs=request.n)
         group = SequenceGroup(request, max_total_tokens, stats, num_unfinished=request.n)
         self.groups[request.request_id] = group
         place = place_in_line(self._policy, request, self._num_arrivals, 0)
@@ -81,6 +89,7 @@ class Roster:
             max_tokens = max_total_tokens - len(request.prompt_token_ids)
             state = BeamState(request.beam, request.eos_token_ids, max_tokens)
             group.search = BeamSearch(state, request.beam.beam_width)
+            stats.num_seqs = request.beam.beam_width
         num_sequences = 1 if group.search is not None else request.n
         for index in range(num_sequences):
             seq = self._new(group, index, (*place[:2], index))
@@ -118,12 +127,13 @@ class Roster:
             seq.seq_id, demand_of(seq, num_seqs), group.request.request_id
         )
         if seq.has_run:
-            self._log.back(seq.seq_id, self.now_s)
+            self.log.back(seq.seq_id, self.now_s)
         seq.has_run = True
         self._run(seq)
         if group.stats.metrics.first_scheduled_s is None:
             group.stats.metrics.first_scheduled_s = self.now_s
-            self._log.wait_over(group.request.request_id, group.request.arrival_s, self.now_s)
+            self.num_prompt_tokens += len(group.request.prompt_token_ids)
+            self.log.wait_over(group.request.request_id, group.request.arrival_s, self.now_s)
         return seq
 
     def give_birth(self, carrier: Sequence, *, with_blocks: bool = True) -> None:
@@ -249,7 +259,7 @@ class Roster:
             self.waiting.discard(seq)
             if seq.has_run:
                 self._kv.drop_hold(seq.seq_id)
-                self._log.back(seq.seq_id, self.now_s)
+                self.log.back(seq.seq_id, self.now_s)
             if seq.seq_id in self.to_empty:
                 self.to_empty.remove(seq.seq_id)
         else:
@@ -267,10 +277,24 @@ class Roster:
         """The last sequence ended: the request's id may come again from now on."""
         request_id = group.request.request_id
         if group.stats.metrics.first_scheduled_s is None:
-            self._log.wait_over(request_id, group.request.arrival_s, self.now_s, aborted=True)
+            self.log.wait_over(request_id, group.request.arrival_s, self.now_s, aborted=True)
         group.stats.metrics.finished_s = self.now_s
         group.stats.kv = self._kv.close_request(request_id)
         del self.groups[request_id]
+        if self.ended is not None:
+            self.ended.append(group.stats)
+
+    def drop_lost(self) -> list[str]:
+        """While nobody runs or waits: forget requests that are here all the same, and have the
+        runner told. What they hold in the pool stays held. Returns their ids."""
+        assert not self.running and not self.waiting
+        lost, self.groups = list(self.groups), {}
+        for seq in self.sequences.values():
+            seq.status = SequenceStatus.ENDED
+            if seq.known_to_runner:
+                self.to_forget.append(seq.seq_id)
+        self.sequences, self._seated = {}, {}
+        return lost
 
     def runner_was_told(self) -> None:
         """A plan has taken over `to_forget` and `to_empty`: begin new lists."""

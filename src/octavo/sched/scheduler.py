@@ -80,12 +80,12 @@ class Scheduler:
         self._kv = kv
         self._costs = CostModel() if costs is None else costs
         self._log = EventLog()
-        self._roster = Roster(kv, policy, self._log)
+        self.roster = Roster(kv, policy, self._log)
         self.admission = Admission(kv, max_model_len, max_num_seqs, watermark)
-        self._beams = BeamKeeper(self._roster)
+        self._beams = BeamKeeper(self.roster)
         self._pressure = Pressure(
             kv,
-            self._roster,
+            self.roster,
             self._beams,
             self.admission,
             PreemptionPolicy(kv, self._costs, mode=preemption_mode, victim=preemption_victim),
@@ -94,7 +94,7 @@ class Scheduler:
         )
         self._planner = Planner(
             kv,
-            self._roster,
+            self.roster,
             self.admission,
             self._pressure,
             max_num_seqs=max_num_seqs,
@@ -102,14 +102,14 @@ class Scheduler:
             plan_ahead=plan_ahead,
         )
         self.plan_ahead = plan_ahead
-        self._strider = Strider(kv, self._roster, self._planner, self._pressure, self._costs)
+        self._strider = Strider(kv, self.roster, self._planner, self._pressure, self._costs)
         self._moved: dict[int, int] | None = None
         """By old ids the new ones of blocks that resizes have moved, until the runner is told."""
         self._sizes: deque[tuple[int, int]] = deque()
         """(step, tokens) of those whose results are not here."""
         self._draws: dict[int, list[int]] = {}
         """By step whose result is not here: the first beam of each search that draws in it."""
-        self._next_step_id = 0
+        self.next_step_id = 0
         self._next_result_id = 0
 
     # -- requests come and go
@@ -120,21 +120,21 @@ class Scheduler:
         Raises `RequestCapacityError` for what can never fit, with the arithmetic, and
         `InvalidRequestError` for the id of a live request.
         """
-        if request.request_id in self._roster.groups:
+        if request.request_id in self.roster.groups:
             raise InvalidRequestError(
                 f"request_id {request.request_id!r} belongs to a request that has not ended: "
                 "choose another id, or wait for its end",
                 parameter="request_id",
             )
         max_total_tokens = self.admission.max_total_tokens(request)
-        return self._roster.add(request, max_total_tokens).stats
+        return self.roster.add(request, max_total_tokens).stats
 
     def abort(self, request_id: str) -> bool:
         """End all sequences of a request, at any moment; False if it is not live."""
-        group = self._roster.groups.get(request_id)
+        group = self.roster.groups.get(request_id)
         if group is None:
             return False
-        self._roster.end_all(group)
+        self.roster.end_all(group)
         return True
 
     def finish(
@@ -145,10 +145,10 @@ class Scheduler:
 
         Like `abort`, it makes no update: the caller knows.
         """
-        seq = self._roster.sequences.get(seq_id)
+        seq = self.roster.sequences.get(seq_id)
         if seq is None or seq.search is not None:
             return False
-        self._roster.end(seq, reason, stop_reason)
+        self.roster.end(seq, reason, stop_reason)
         return True
 
     # -- a step is planned
@@ -160,8 +160,8 @@ class Scheduler:
         """
         self._set_time(now_s)
         self._kv.begin_step()
-        roster = self._roster
-        plan = StepPlan(self._next_step_id, finished=roster.to_forget, preempted=roster.to_empty)
+        roster = self.roster
+        plan = StepPlan(self.next_step_id, finished=roster.to_forget, preempted=roster.to_empty)
         num_tokens = 0
         if self._moved is not None:
             plan.moved.extend(self._moved.items())
@@ -180,7 +180,7 @@ class Scheduler:
         if plan.beams:
             self._draws[plan.step_id] = [draw.seq_ids[0] for draw in plan.beams]
         self._sizes.append((plan.step_id, num_tokens))
-        self._next_step_id += 1
+        self.next_step_id += 1
         return plan
 
     # -- a step's result comes in
@@ -191,22 +191,22 @@ class Scheduler:
         Results come in the order of their plans. A plan whose result never comes (the runner
         failed) may be skipped once its requests are aborted.
         """
-        assert self._next_result_id <= result.step_id < self._next_step_id, (
+        assert self._next_result_id <= result.step_id < self.next_step_id, (
             f"result of step {result.step_id}, expected one of {self._next_result_id} to "
-            f"{self._next_step_id - 1}"
+            f"{self.next_step_id - 1}"
         )
         self._next_result_id = result.step_id + 1
         self._set_time(now_s)
         self._learn(result)
         updates = self.take_updates()
-        sequences = self._roster.sequences
+        sequences = self.roster.sequences
         prompt_logprobs = dict(result.prompt_logprobs)
         for seq_id, token_id, logprobs in result.sampled:
             seq = sequences.get(seq_id)
             if seq is None:
                 continue  # it ended while the step ran
             if seq.group.expected:
-                self._roster.give_birth(seq)
+                self.roster.give_birth(seq)
             self._take_token(seq, token_id)
             of_token = () if logprobs is None else (logprobs,)
             of_prompt = tuple(prompt_logprobs.pop(seq_id, ())) if prompt_logprobs else ()
@@ -237,31 +237,32 @@ class Scheduler:
             if step_id < result.step_id:
                 continue  # that result never came
             for seq_id, candidates in zip(first_beams, result.beams, strict=True):
-                beam = self._roster.sequences.get(seq_id)
+                beam = self.roster.sequences.get(seq_id)
                 if beam is not None:
                     updates += self._beams.advance(beam.group, candidates)
                     self._pressure.keep_whole(beam.group)
         return updates
 
     def _take_token(self, seq: Sequence, token_id: int) -> None:
-        group, token_ids, now_s = seq.group, seq.token_ids, self._roster.now_s
+        group, token_ids, now_s = seq.group, seq.token_ids, self.roster.now_s
         seq.num_pending = num_pending = seq.num_pending - 1
         token_ids.append(token_id)
         if num_pending and seq.status is _RUNNING:  # its KV is computed in a plan under way
             self._kv.commit(seq.seq_id, len(token_ids))
         metrics = group.stats.metrics
         metrics.num_generation_tokens += 1
+        self.roster.num_output_tokens += 1
         metrics.last_token_s = now_s
         if metrics.first_token_s is None:
             metrics.first_token_s = now_s
         if len(token_ids) >= group.max_total_tokens or token_id in group.stop_ids:
             ending = why_it_ends(seq)
             if ending is not None:
-                self._roster.end(seq, *ending)
+                self.roster.end(seq, *ending)
 
     def take_updates(self) -> list[SeqUpdate]:
         """News that did not wait for a step's result: who ended while a step was planned."""
-        updates, self._roster.news = self._roster.news, []
+        updates, self.roster.news = self.roster.news, []
         return updates
 
     def retell(self, plan: StepPlan) -> None:
@@ -269,7 +270,7 @@ class Scheduler:
         next plan says it again. To be called once the requests of the plan are aborted. Not for a
         plan that moves blocks: after that nobody knows where they are."""
         assert not plan.moved, f"step {plan.step_id}, which moves blocks, has failed"
-        roster = self._roster
+        roster = self.roster
         roster.to_forget[:0] = plan.finished
         roster.to_empty[:0] = [i for i in plan.preempted if i in roster.sequences]
 
@@ -279,15 +280,15 @@ class Scheduler:
         """The coming steps in which nothing can change; None if the next one has to be planned.
 
         For simulations, see `take_quiet_steps`."""
-        if self._sizes or self._next_result_id != self._next_step_id or self._moved is not None:
+        if self._sizes or self._next_result_id != self.next_step_id or self._moved is not None:
             return None
         return self._strider.look()
 
     def take_quiet_steps(self, stride: Stride, token_of: Callable[[int], int]) -> list[SeqUpdate]:
         """See `Strider.take`. All is left exactly as `schedule` and `update` would have, for each
         of the steps, but that a runner is told nothing."""
-        self._next_step_id += len(stride.times)
-        self._next_result_id = self._next_step_id
+        self.next_step_id += len(stride.times)
+        self._next_result_id = self.next_step_id
         return self._strider.take(stride, token_of)
 
     # -- the pool's size, and what is left of it
@@ -300,7 +301,7 @@ class Scheduler:
         """
         pin = self._kv.pin(token_ids, salt)
         try:
-            check_pins(self._kv, self._roster.groups.values())
+            check_pins(self._kv, self.roster.groups.values())
         except CapacityError:
             self._kv.unpin(pin.pin_id)
             raise
@@ -320,41 +321,41 @@ class Scheduler:
         self._set_time(now_s)
         self._kv.begin_step()
         kv, old = self._kv, self._kv.num_blocks
-        check_resize(kv, num_blocks, self._roster.groups.values())
-        num_preempted = self._roster.num_preemptions
+        check_resize(kv, num_blocks, self.roster.groups.values())
+        num_preempted = self.roster.num_preemptions
         while kv.can_preempt and (num_over := kv.resize_shortfall(num_blocks)):
             if not self._pressure.shrink(num_blocks, num_over):
                 break
         moved = kv.resize(num_blocks)
         if num_blocks < old:
             self._moved = one_after_the_other(self._moved or {}, dict(moved))
-        self._pressure.resized(old, len(moved), self._roster.num_preemptions - num_preempted)
+        self._pressure.resized(old, len(moved), self.roster.num_preemptions - num_preempted)
 
     # -- what is going on
 
     def events(self, request_id: str | None = None) -> list[EngineEvent]:
         """What memory pressure did to requests, or to this one, by the time it began."""
-        groups = dict.fromkeys(seq.group for seq in self._roster.waiting)
+        groups = dict.fromkeys(seq.group for seq in self.roster.waiting)
         waiting = [
             (group.request.request_id, group.request.arrival_s)
             for group in groups
             if group.stats.metrics.first_scheduled_s is None
         ]
-        return self._log.events(request_id, waiting=waiting, now_s=self._roster.now_s)
+        return self._log.events(request_id, waiting=waiting, now_s=self.roster.now_s)
 
     @property
     def has_more(self) -> bool:
         """Whether a plan besides those under way is worth trying."""
-        return self._moved is not None or self._roster.has_more
+        return self._moved is not None or self.roster.has_more
 
     def has_unfinished(self) -> bool:
         """Whether a sequence is live, or the news of one's end was not taken."""
-        return bool(self._roster.sequences or self._roster.news)
+        return bool(self.roster.sequences or self.roster.news)
 
     def seq_ids(self, request_id: str) -> tuple[int, ...]:
         """A live request's sequences by sample index, ended ones too; under beam search its beams
         of the moment, best first. Empty if it is not live."""
-        group = self._roster.groups.get(request_id)
+        group = self.roster.groups.get(request_id)
         if group is None:
             return ()
         sequences = group.sequences if group.search is None else group.search.beams
@@ -362,28 +363,28 @@ class Scheduler:
 
     def request_ids_of(self, seq_ids: Iterable[int]) -> list[str]:
         """The live requests among the owners of these sequences, each once, in arrival order."""
-        sequences = self._roster.sequences
+        sequences = self.roster.sequences
         owners = {sequences[i].group.request.request_id for i in seq_ids if i in sequences}
-        return [request_id for request_id in self._roster.groups if request_id in owners]
+        return [request_id for request_id in self.roster.groups if request_id in owners]
 
     def request_ids_in(self, plan: StepPlan) -> list[str]:
         """The live requests that cannot go on if a plan was not carried out: see `hit_by`."""
-        return self.request_ids_of(hit_by(plan, self._kv, self._roster.running))
+        return self.request_ids_of(hit_by(plan, self._kv, self.roster.running))
 
     @property
     def num_running(self) -> int:
         """Sequences that hold blocks."""
-        return len(self._roster.running)
+        return len(self.roster.running)
 
     @property
     def num_waiting(self) -> int:
         """Sequences in line, preempted ones included."""
-        return len(self._roster.waiting)
+        return len(self.roster.waiting)
 
     @property
     def num_preemptions(self) -> int:
         """Preemptions since the start."""
-        return self._roster.num_preemptions
+        return self.roster.num_preemptions
 
     @property
     def pressure_totals(self) -> PressureTotals:
@@ -391,5 +392,5 @@ class Scheduler:
         return self._pressure.totals()
 
     def _set_time(self, now_s: float) -> None:
-        self._roster.now_s = now_s
+        self.roster.now_s = now_s
         self._kv.set_time(now_s)

@@ -61,6 +61,8 @@ class RequestStats:
     """Set when the request ends; until then ask the KV manager."""
     num_computed_tokens: int = 0
     """Tokens run through the model, those computed again after a preemption included."""
+    num_seqs: int = 1
+    """Samples, or beams."""
 
 
 @dataclass(slots=True, eq=False)

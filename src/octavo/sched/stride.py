@@ -115,6 +115,7 @@ class Strider:
             stats.num_computed_tokens += num_steps
             metrics = stats.metrics
             metrics.num_generation_tokens += num_steps
+            roster.num_output_tokens += num_steps
             assert metrics.first_token_s is not None, "who is quiet has drawn a token"
             metrics.last_token_s = end_s
             if len(token_ids) >= group.max_total_tokens:

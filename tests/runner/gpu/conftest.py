@@ -69,7 +69,7 @@ def _parts(
     shape = (arch.num_layers, arch.num_kv_heads, 4, arch.head_dim)
     store = KVStore(32, *shape, torch.float32, device, **store_options)
     store.data[:32].fill_(float("nan"))  # what no step wrote is never read
-    work = Workspace(arch, 32, 8, torch.float32, device, num_decode_items=1024)
+    work = Workspace(arch, 32, 16, torch.float32, device, num_decode_items=1024)
     return model, store, work
 
 

@@ -219,8 +219,9 @@ def test_triton_attention_is_fed_what_it_wants(
     monkeypatch.setattr(decode_attention, "paged_decode", noted)
     assert tokens_of(overlapped(runner, plans)) == expected
     assert rooms == [Room(16, True), Room(16, True), Room(2, False), Room(1, False)]
-    # Beside one decode, its launch wrote zeros over the prompt's two rows: tiles came after it.
-    assert zeroed[2] == [False, True, True, True]
+    if runner.device.type == "cpu":  # recorded launches are not made from Python again
+        # Beside one decode, its launch wrote zeros over the prompt's two rows: tiles came after.
+        assert zeroed[2] == [False, True, True, True]
 
 
 def test_dynamic_rope_is_computed_for_each_step(

@@ -12,6 +12,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,13 @@ def mixed_sizes(max_num_tokens: int) -> tuple[int, ...]:
     most = min(max_num_tokens, MAX_MIXED_TOKENS)
     ladder = (16, 32, 48, 64, 96, *range(128, most, 64))
     return (*(size for size in ladder if size < most), most)
+
+
+@cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all recordings of a process: for each stream that ever multiplied, torch keeps 32 MiB
+    of workspace for good."""
+    return torch.cuda.Stream(device)
 
 
 class StepGraphs:
@@ -135,7 +143,7 @@ class StepGraphs:
     def _record(self, rooms: list[Room]) -> None:
         # torch.cuda.graph() collects garbage before each graph, which takes longer than recording.
         gc.collect()
-        stream = torch.cuda.Stream(self._device)
+        stream = _recording_stream(self._device)
         with torch.cuda.stream(stream):
             for room in rooms:
                 calls = self._calls_of(room)
@@ -146,6 +154,7 @@ class StepGraphs:
                 try:
                     calls.step()
                 except BaseException:
+                    _recording_stream.cache_clear()  # who knows what state it is in
                     with suppress(RuntimeError):  # what went wrong first is what is told
                         graph.capture_end()
                     raise

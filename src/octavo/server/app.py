@@ -1,0 +1,107 @@
+"""The application: endpoints, errors and the layers around them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, cast
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+import octavo
+from octavo.errors import InvalidRequestError, OctavoError
+from octavo.server import admin, health
+from octavo.server.errors import (
+    NotFoundError,
+    RefusedError,
+    code_of,
+    headers_of,
+    shape_for,
+    status_of,
+)
+from octavo.server.middleware import Front, path_of
+from octavo.server.state import ServerState
+
+logger = logging.getLogger("octavo.server")
+
+
+class MethodError(RefusedError):
+    """The path is right and the method is not."""
+
+    status, code = 405, "method_not_allowed"
+
+
+def create_app(state: ServerState, routers: Sequence[APIRouter] = ()) -> FastAPI:
+    """All endpoints of a server. routers: more of them."""
+    app = FastAPI(
+        title="octavo",
+        version=octavo.__version__,
+        root_path=state.config.root_path,
+        description="LLM inference and serving from memory you can see.",
+    )
+    app.state.octavo = state
+    for router in (health.router, admin.router, *routers):
+        app.include_router(router)
+    app.add_exception_handler(OctavoError, _octavo_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_middleware(Front, state=state)
+    if state.config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(state.config.allowed_origins),
+            allow_methods=["GET", "POST", "OPTIONS"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-octavo-ignored", "retry-after"],
+        )
+    return app
+
+
+async def _octavo_error(request: Request, error: Exception) -> Response:
+    return _answer(request, error)
+
+
+async def _validation_error(request: Request, error: Exception) -> Response:
+    """The first field that is wrong, by name; the values are not repeated at length."""
+    errors = cast("RequestValidationError", error).errors()
+    first: dict[str, Any] = dict(errors[0]) if errors else {"msg": "invalid", "loc": ()}
+    kind = first.get("type", "")
+    if kind == "json_invalid":
+        told = InvalidRequestError("the body is no valid JSON", parameter=None)
+        return _answer(request, told)
+    where = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    name = ".".join(where) or None
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    message = f"{name or 'the body'}: {first['msg']}{more}"[:1000]
+    return _answer(request, InvalidRequestError(message, parameter=name))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What the framework raises, and what it has wrapped."""
+    assert isinstance(error, HTTPException)
+    cause = error.__cause__
+    if isinstance(cause, OctavoError):  # raised while the body was read
+        return _answer(request, cause)
+    if error.status_code == 404:
+        told: OctavoError = NotFoundError(f"there is no {request.method} {path_of(request.scope)}")
+    elif error.status_code == 405:
+        told = MethodError(f"{request.method} is not allowed here")
+    else:
+        told = InvalidRequestError(str(error.detail))
+    response = _answer(request, told)
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _answer(request: Request, error: Exception) -> Response:
+    state = cast("ServerState", request.app.state.octavo)
+    status = status_of(error)
+    if status == 500:
+        logger.error("%s: %s", type(error).__name__, error)
+    state.observer.refused(code_of(error) or "invalid_value")
+    shape = shape_for(path_of(request.scope), error)
+    return JSONResponse(shape, status, headers=headers_of(error))

@@ -1,0 +1,1 @@
+"""The endpoints that speak OpenAI's language, with vLLM's extensions."""

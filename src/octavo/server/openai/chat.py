@@ -1,0 +1,136 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends, Request, Response
+
+from octavo.engine.output import OutputKind
+from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.server.calls import Call, call_of
+from octavo.server.openai import replies
+from octavo.server.openai.answer import (
+    check_model,
+    fingerprint,
+    naming,
+    note,
+    shown_of,
+    state_of,
+    stream_response,
+)
+from octavo.server.openai.chunks import ChatChunks
+from octavo.server.openai.collect import CLIENT_GONE, collect
+from octavo.server.openai.extras import ignored_fields
+from octavo.server.openai.logprobs import TokenWriter, chat_logprobs, prompt_logprobs
+from octavo.server.openai.params import max_tokens_of, num_logprobs, params_of
+from octavo.server.openai.prompts import PromptIds, chat_ids, check_fits, truncated_chat
+from octavo.server.openai.protocol import ChatRequest
+from octavo.server.openai.usage import Usage
+
+router = APIRouter(tags=["OpenAI"])
+KNOWN_ID = "chatcmpl-"
+
+
+@router.post(
+    "/v1/chat/completions",
+    summary="Answer a conversation",
+    response_model=replies.ChatCompletion,
+    responses=replies.GENERATING,
+)
+async def create_chat_completion(
+    body: ChatRequest, request: Request, call: Annotated[Call, Depends(call_of)]
+) -> Response:
+    """Answer a conversation; with `stream` as server-sent events."""
+    state = state_of(request)
+    headers = ignored_fields(body, is_lenient=state.config.compat == "lenient")
+    note(request, user=body.user or body.safety_identifier, metadata=body.metadata)
+    model = check_model(state, body.model)
+    max_tokens = max_tokens_of(body)
+    token_ids = await chat_ids(state, body, body.messages)
+    token_ids = truncated_chat(state.engine, body, token_ids, max_tokens)
+    check_fits(state.engine, len(token_ids), max_tokens, "messages")
+    if max_tokens is None and body.use_beam_search:
+        max_tokens = state.engine.info.max_model_len - len(token_ids)
+    params = params_of(body, max_tokens=max_tokens)
+    with naming("messages"):
+        streams = await call.submit(
+            [PromptIds(token_ids, None).prompt(body.cache_salt)],
+            params,
+            priority=body.priority or 0,
+            kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
+        )
+    request_id = call.request_id
+    head: dict[str, Any] = {
+        "id": request_id if request_id.startswith(KNOWN_ID) else KNOWN_ID + request_id,
+        "object": "chat.completion.chunk" if body.stream else "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": fingerprint(state),
+    }
+    if body.service_tier is not None:
+        head["service_tier"] = "default"
+    writer = TokenWriter(state.engine.tokenizer, as_ids=body.return_tokens_as_token_ids is True)
+    usage = Usage(with_kv=body.return_kv_usage is True)
+    echo = _echo(body)
+    if body.stream:
+        shown = shown_of(body, num_logprobs(body))
+        chunks = ChatChunks(head, shown, writer, usage, echo=echo)
+        return stream_response(request, call, streams, chunks, headers)
+    try:
+        outputs = await collect(request.receive, streams)
+    finally:
+        call.close()
+    if outputs is None:
+        return Response(status_code=CLIENT_GONE)
+    output = outputs[0]
+    usage.add(0, output)
+    choices = [
+        _choice(body, writer, echo, i, completion)
+        for i, completion in enumerate(output.outputs[: body.n or 1])
+    ]
+    answer = head | {"choices": choices, "usage": usage.shape()} | _of_prompt(body, output)
+    content = msgspec.json.encode(answer)
+    return Response(content, media_type="application/json", headers=headers)
+
+
+def _choice(
+    body: ChatRequest, writer: TokenWriter, echo: str, number: int, completion: CompletionOutput
+) -> dict[str, Any]:
+    num_top = num_logprobs(body)
+    choice: dict[str, Any] = {
+        "index": number,
+        "message": {"role": "assistant", "content": echo + completion.text, "refusal": None},
+        "logprobs": None,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+    if num_top is not None and completion.logprobs is not None:
+        choice["logprobs"] = chat_logprobs(
+            writer, num_top, completion.token_ids, completion.logprobs
+        )
+    if body.return_token_ids:
+        choice["token_ids"] = completion.token_ids
+    return choice
+
+
+def _of_prompt(body: ChatRequest, output: RequestOutput) -> dict[str, Any]:
+    """What is told of the prompt, if it was asked for."""
+    told: dict[str, Any] = {}
+    if body.prompt_logprobs is not None:
+        told["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+    if body.return_token_ids:
+        told["prompt_token_ids"] = output.prompt_token_ids
+    return told
+
+
+def _echo(body: ChatRequest) -> str:
+    """The last message's text, if it is the assistant's and to be repeated."""
+    last = body.messages[-1]
+    if not body.echo or last.role != "assistant" or last.content is None:
+        return ""
+    if isinstance(last.content, str):
+        return last.content
+    return "\n".join(part if isinstance(part, str) else part["text"] for part in last.content)

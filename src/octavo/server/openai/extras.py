@@ -1,0 +1,86 @@
+"""Fields that nobody knows, or that octavo knows and does not have: never ignored in silence."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from octavo.errors import InvalidRequestError
+
+IGNORED_HEADER = "X-Octavo-Ignored"
+_TOOLS = "tool calling is not supported: describe the tools in a message and read the answer's text"
+_WHY = {
+    "tools": _TOOLS,
+    "tool_choice": _TOOLS,
+    "parallel_tool_calls": _TOOLS,
+    "functions": _TOOLS,
+    "function_call": _TOOLS,
+    "audio": "the models here speak text",
+    "prediction": "predicted outputs are not supported",
+    "web_search_options": "there is no web search",
+    "reasoning_effort": "set what the model's template knows with chat_template_kwargs",
+    "verbosity": "ask for it in a message",
+    "suffix": "inserting is not supported: put what follows into the prompt",
+    "prompt_cache_key": "equal prefixes are found by themselves; keep them apart with cache_salt",
+    "guided_json": "structured output is not supported",
+    "guided_regex": "structured output is not supported",
+    "guided_choice": "structured output is not supported",
+    "guided_grammar": "structured output is not supported",
+    "structured_outputs": "structured output is not supported",
+    "documents": "put them into a message, or into chat_template_kwargs",
+}
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none",),
+    "function_call": ("none",),
+}
+"""Values that ask for nothing, besides null."""
+
+
+def ignored_fields(body: BaseModel, *, is_lenient: bool) -> dict[str, str]:
+    """Response headers that name what is ignored, empty when nothing is.
+
+    Raises `InvalidRequestError` naming every unknown field and the nearest known one; under
+    `is_lenient` (`--compat lenient`) those are ignored.
+    """
+    found = list(_unknown(body, ""))
+    if not found:
+        return {}
+    if is_lenient:
+        return {IGNORED_HEADER: ", ".join(_header_text(path) for path, _, _ in found)}
+    told = "; ".join(_told(path, name, owner) for path, name, owner in found[:10])
+    more = f"; and {len(found) - 10} more" if len(found) > 10 else ""
+    raise InvalidRequestError(
+        f"{told}{more} (a server started with --compat lenient ignores them)",
+        parameter=found[0][0],
+    )
+
+
+def _unknown(body: BaseModel, prefix: str) -> Iterator[tuple[str, str, BaseModel]]:
+    for name, value in (body.model_extra or {}).items():
+        asks_nothing = value is None or value in _HARMLESS.get(name, ())
+        if name not in _WHY or not asks_nothing:
+            yield f"{prefix}{name}", name, body
+    for name in type(body).model_fields:
+        child = getattr(body, name)
+        is_closed = isinstance(child, BaseModel) and child.model_config.get("json_schema_extra")
+        if is_closed:
+            yield from _unknown(child, f"{prefix}{name}.")
+
+
+def _told(path: str, name: str, owner: BaseModel) -> str:
+    why = _WHY.get(name)
+    if why is not None:
+        return f"{path}: {why}"
+    near = difflib.get_close_matches(name, type(owner).model_fields, n=1)
+    hint = f", did you mean {near[0]}?" if near else ""
+    return f"unknown field {path!r:.80}{hint}"
+
+
+def _header_text(path: str) -> str:
+    """Without what could not stand in a header."""
+    return "".join(c for c in path[:80] if c.isascii() and c.isprintable() and c != ",")

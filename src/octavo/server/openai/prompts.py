@@ -1,0 +1,163 @@
+"""Prompts as token ids: from texts, ids, or messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from octavo.errors import InvalidRequestError, RequestCapacityError
+from octavo.server.openai.protocol import (
+    ChatMessage,
+    CompletionRequest,
+    GenerationFields,
+    TemplateFields,
+    TokenizeRequest,
+)
+
+if TYPE_CHECKING:
+    from octavo.engine.async_engine import AsyncEngine
+    from octavo.server.state import ServerState
+
+_RESERVED = (
+    "messages", "chat_template", "add_generation_prompt", "continue_final_message", "self",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PromptIds:
+    """One prompt."""
+
+    token_ids: list[int]
+    text: str | None
+    """None: it came as ids (or was cut), and is to be decoded by who wants its text."""
+
+    def prompt(self, cache_salt: str | None) -> dict[str, Any]:
+        """As the engine takes it."""
+        found: dict[str, Any] = {"prompt_token_ids": self.token_ids}
+        if cache_salt is not None:
+            found["cache_salt"] = cache_salt
+        return found
+
+
+async def completion_prompts(
+    engine: AsyncEngine, body: CompletionRequest, max_prompts: int | None
+) -> list[PromptIds]:
+    """The prompt, or each of the list."""
+    given = body.prompt
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        prompts: list[Any] = [given]
+    else:
+        prompts = list(given)
+    if max_prompts is not None and len(prompts) > max_prompts:
+        raise InvalidRequestError(
+            f"prompt holds {len(prompts):,} prompts, more than this server takes at once "
+            f"(--max-prompts {max_prompts:,}): send them in several requests",
+            parameter="prompt",
+        )
+    add_special = body.add_special_tokens is not False
+    found = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            token_ids = await engine.encode(prompt, add_special)
+            ids = _truncated(engine, body, token_ids, body.max_tokens)
+            found.append(PromptIds(ids, prompt if ids is token_ids else None))
+        else:
+            found.append(PromptIds(_truncated(engine, body, prompt, body.max_tokens), None))
+        _check_not_empty(found[-1].token_ids, "prompt")
+    return found
+
+
+async def chat_ids(
+    state: ServerState, body: TemplateFields | TokenizeRequest, messages: Sequence[ChatMessage]
+) -> list[int]:
+    """Messages through the chat template."""
+    template = _template(state, body)
+    variables = dict(body.chat_template_kwargs or {})
+    for name in _RESERVED:
+        if name in variables:
+            raise InvalidRequestError(
+                f"chat_template_kwargs cannot set {name!r}: it is a field of its own",
+                parameter="chat_template_kwargs",
+            )
+    goes_on = body.continue_final_message is True
+    generates = body.add_generation_prompt
+    if generates is None:
+        generates = True
+    engine = state.engine
+    token_ids = await engine.chat_prompt(
+        [message.model_dump(exclude_unset=True) for message in messages],
+        chat_template=template,
+        add_generation_prompt=generates,
+        continue_final_message=goes_on,
+        **variables,
+    )
+    if body.add_special_tokens:
+        before, after = await _ends(engine)
+        token_ids = before + token_ids + after
+    _check_not_empty(token_ids, "messages")
+    return token_ids
+
+
+async def _ends(engine: AsyncEngine) -> tuple[list[int], list[int]]:
+    """The special tokens that the tokenizer puts before and behind a text."""
+    bare, whole = await engine.encode("a", False), await engine.encode("a", True)
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return whole[:start], whole[start + len(bare) :]
+    return [], []
+
+
+def truncated_chat(
+    engine: AsyncEngine, body: GenerationFields, token_ids: list[int], max_tokens: int | None
+) -> list[int]:
+    """The end of a conversation, if it is to be cut."""
+    return _truncated(engine, body, token_ids, max_tokens)
+
+
+def _truncated(
+    engine: AsyncEngine, body: GenerationFields, token_ids: list[int], max_tokens: int | None
+) -> list[int]:
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return token_ids
+    if keep == 0:
+        raise InvalidRequestError(
+            "truncate_prompt_tokens must be -1 or at least 1, got 0: nothing would be left",
+            parameter="truncate_prompt_tokens",
+        )
+    if keep < 0:
+        keep = max(engine.info.max_model_len - max(max_tokens or 1, 1), 1)
+    return token_ids if len(token_ids) <= keep else token_ids[-keep:]
+
+
+def _template(state: ServerState, body: TemplateFields | TokenizeRequest) -> str | None:
+    if body.chat_template is not None:
+        raise InvalidRequestError(
+            "chat_template: this server does not run its clients' templates: leave it out, or "
+            "start the server with --chat-template FILE",
+            parameter="chat_template",
+        )
+    return state.chat_template
+
+
+def _check_not_empty(token_ids: list[int], name: str) -> None:
+    if not token_ids:
+        raise InvalidRequestError(
+            f"{name} has no tokens: give at least one (or the id of begin-of-sequence)",
+            parameter=name,
+        )
+
+
+def check_fits(engine: AsyncEngine, num_prompt: int, max_tokens: int | None, name: str) -> None:
+    """Raises what the scheduler would say later, once the response has begun to be waited for."""
+    limit = engine.info.max_model_len
+    wanted = 1 if max_tokens is None else max_tokens
+    if num_prompt + wanted <= limit:
+        return
+    raise RequestCapacityError(
+        f"prompt {num_prompt:,} + {wanted:,} output tokens = {num_prompt + wanted:,} tokens exceed "
+        f"max_model_len {limit:,}: shorten the prompt, or lower max_tokens to at most "
+        f"{max(limit - num_prompt, 0):,}",
+        parameter=name if num_prompt >= limit else "max_tokens",
+    )

@@ -1,0 +1,66 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from octavo.errors import InvalidRequestError
+from octavo.server.openai import replies
+from octavo.server.openai.answer import check_model, state_of
+from octavo.server.openai.extras import ignored_fields
+from octavo.server.openai.prompts import chat_ids
+from octavo.server.openai.protocol import DetokenizeRequest, TokenizeRequest
+
+router = APIRouter(tags=["tokens"])
+_OF_MESSAGES = (
+    "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs",
+)  # fmt: skip
+
+
+@router.post("/tokenize", response_model=replies.Tokenized, responses=replies.ASKING)
+async def tokenize(body: TokenizeRequest, request: Request, response: Response) -> dict[str, Any]:
+    """The token ids of a text, or of messages through the chat template."""
+    state = state_of(request)
+    response.headers.update(ignored_fields(body, is_lenient=state.config.compat == "lenient"))
+    check_model(state, body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("give either prompt or messages", parameter="prompt")
+    if body.messages is not None:
+        token_ids = await chat_ids(state, body, body.messages)
+    else:
+        for name in _OF_MESSAGES:
+            if getattr(body, name) is not None:
+                raise InvalidRequestError(f"{name} needs messages", parameter=name)
+        assert body.prompt is not None
+        token_ids = await state.engine.encode(body.prompt, body.add_special_tokens is not False)
+    spelled: list[str] | None = None
+    tokenizer = state.engine.tokenizer
+    if body.return_token_strs and tokenizer is not None:
+        spelled = [tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+    return {
+        "count": len(token_ids),
+        "max_model_len": state.engine.info.max_model_len,
+        "tokens": token_ids,
+        "token_strs": spelled,
+    }
+
+
+@router.post("/detokenize", response_model=replies.Detokenized, responses=replies.ASKING)
+async def detokenize(
+    body: DetokenizeRequest, request: Request, response: Response
+) -> dict[str, Any]:
+    """The text of token ids, special tokens written out."""
+    state = state_of(request)
+    response.headers.update(ignored_fields(body, is_lenient=state.config.compat == "lenient"))
+    check_model(state, body.model)
+    vocab_size = state.engine.info.arch.vocab_size
+    for place, token_id in enumerate(body.tokens):
+        if token_id >= vocab_size:
+            raise InvalidRequestError(
+                f"tokens holds id {token_id} at index {place}, but the model's vocabulary ends at "
+                f"{vocab_size - 1}",
+                parameter="tokens",
+            )
+    return {"prompt": state.engine.decode(body.tokens)}

@@ -1,0 +1,56 @@
+"""What everyone may ask, and how errors look."""
+
+from __future__ import annotations
+
+import http.client
+from typing import Any
+
+import octavo
+
+
+def test_alive_ready_and_its_version(server: Any) -> None:
+    assert server.call("/health").status == 200
+    assert server.call("/ready").json == {"status": "ok"}
+    assert server.call("/version").json == {"version": octavo.__version__}
+
+
+def test_it_answers(server: Any) -> None:
+    answer = server.complete(max_tokens=5)
+    assert answer.status == 200, answer.body
+    assert answer.json["usage"]["completion_tokens"] == 5
+
+
+def test_request_ids_are_honoured_when_sane(server: Any) -> None:
+    assert server.call("/health", x_request_id="a-1").headers["x-request-id"] == "a-1"
+    for bad in ("x" * 129, "a b", 'a"b'):
+        assert server.call("/health", x_request_id=bad).headers["x-request-id"] != bad
+
+
+def test_what_is_wrong_is_named(server: Any) -> None:
+    assert server.call("/nothing").status == 404
+    assert server.call("/v1/completions").status == 405
+    answer = server.call("/v1/completions", b"{")
+    assert answer.status == 400 and "JSON" in answer.error["message"]
+    answer = server.call("/v1/completions", {"prompt": 3})
+    assert answer.status == 400 and answer.error["param"].startswith("prompt")
+
+
+def test_a_prompt_that_can_never_fit(server: Any) -> None:
+    answer = server.complete(prompt="x" * 1000)
+    assert answer.status == 400 and "1000" in answer.error["message"].replace(",", "")
+
+
+def test_bodies_without_a_length_are_counted(server: Any) -> None:
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    chunk = b"x" * 2**20
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("transfer-encoding", "chunked")
+    connection.putheader("content-type", "application/json")
+    connection.endheaders()
+    try:
+        for _ in range(34):
+            connection.send(b"%x\r\n" % len(chunk) + chunk + b"\r\n")
+    except OSError:
+        pass  # refused before the end
+    assert connection.getresponse().status == 413

@@ -1,0 +1,137 @@
+"""Signals, ports, and what becomes of requests at the end."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+
+
+def sent(server: Any, max_tokens: int = 240, n: int = 4) -> http.client.HTTPConnection:
+    """A request for a stream."""
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    body = (
+        b'{"prompt": "hi", "max_tokens": %d, "ignore_eos": true, "stream": true, "n": %d, '
+        b'"temperature": 1}' % (max_tokens, n)
+    )
+    connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+    return connection
+
+
+def opened(server: Any) -> http.client.HTTPResponse:
+    """A stream whose first bytes have come."""
+    response = sent(server).getresponse()
+    assert response.status == 200 and response.readline()
+    return response
+
+
+def held(server: Any) -> http.client.HTTPConnection:
+    """A request that is under way and gets no further: the engine is stopped."""
+    os.kill(server.engine_pid, signal.SIGSTOP)
+    connection = sent(server)
+    server.until(lambda: len(server.call("/admin/requests").json["requests"]) == 1)
+    return connection
+
+
+def test_a_port_in_use_is_told_before_loading(server: Any, start_server: Any) -> None:
+    port = server.url.rpartition(":")[2]
+    second = start_server("--port", port, waits=False)
+    assert second.wait() == 2
+    assert f"127.0.0.1:{port} is in use" in second.log() and len(second.log().splitlines()) == 1
+
+
+def test_a_public_address_wants_a_key(start_server: Any) -> None:
+    refused = start_server("--host", "0.0.0.0", waits=False)
+    assert refused.wait() == 2 and "--insecure" in refused.log()
+
+
+def test_a_server_that_is_stopped_while_it_loads(start_server: Any) -> None:
+    code = (
+        "import sys, octavo.cli.main as m, octavo.engine.async_engine as a, asyncio\n"
+        "async def start(self, progress=None):\n"
+        "    print('loading', flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "a.AsyncEngine.start = start\n"
+        "sys.exit(m.main(sys.argv[1:]))\n"
+    )
+    with_port = free_port()
+    server = start_server("--port", str(with_port), waits=False, code=code)
+    server.until(lambda: "loading" in server.banner())
+    server.url = f"http://127.0.0.1:{with_port}"
+    assert server.call("/health").status == 200
+    assert server.call("/ready").status == 503
+    early = server.complete()
+    assert early.status == 503 and "starting" in early.error["message"]
+    assert early.headers["retry-after"]
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+def test_a_model_that_is_not_there(start_server: Any) -> None:
+    server = start_server("--tokenizer", "/nowhere/at/all", waits=False)
+    assert server.wait(60) == 2 and "/nowhere/at/all" in server.log()
+
+
+def test_running_requests_finish_under_load(start_server: Any) -> None:
+    server = start_server()
+    streams = [opened(server) for _ in range(6)]
+    rests: list[bytes] = []
+    threads = [threading.Thread(target=lambda s=s: rests.append(s.read())) for s in streams]
+    server.process.send_signal(signal.SIGTERM)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [rest.endswith(b"data: [DONE]\n\n") for rest in rests] == [True] * 6
+    assert not any(b'"error"' in rest for rest in rests)
+    assert server.wait() == 0
+
+
+def test_new_requests_are_turned_away_meanwhile(start_server: Any) -> None:
+    server = start_server()
+    connection = held(server)
+    server.process.send_signal(signal.SIGTERM)
+    server.until(lambda: server.call("/ready").status == 503)
+    refused = server.complete()
+    assert refused.status == 503 and "stopping" in refused.error["message"]
+    assert refused.headers["connection"] == "close" and refused.headers["retry-after"]
+    assert server.call("/health").status == 200
+    assert server.call("/admin/undrain", b"").status == 503, "the end cannot be taken back"
+    engine_pid = server.engine_pid
+    begin_s = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)  # a second one
+    time.sleep(0.2)
+    os.kill(engine_pid, signal.SIGCONT)
+    assert server.wait() == 128 + signal.SIGTERM
+    assert time.monotonic() - begin_s < 20
+    with pytest.raises(ProcessLookupError):
+        os.kill(engine_pid, 0)
+    connection.close()
+
+
+def test_what_does_not_finish_in_time_is_cut_off(start_server: Any) -> None:
+    server = start_server("--shutdown-timeout-s", "0.3")
+    connection, engine_pid = held(server), server.engine_pid
+    server.process.send_signal(signal.SIGINT)
+    answer = connection.getresponse()
+    assert answer.status == 503 and b"--shutdown-timeout-s" in answer.read()
+    os.kill(engine_pid, signal.SIGCONT)
+    assert server.wait() == 1
+
+
+def test_the_api_process_has_no_torch(server: Any) -> None:
+    with open(f"/proc/{server.pid}/maps") as maps:
+        assert "libtorch" not in maps.read()
