@@ -17,7 +17,8 @@ sys.path.insert(0, str(DOCS.parent / "src"))
 from octavo.cli.flags import field_docs  # noqa: E402
 from octavo.config import EngineConfig  # noqa: E402
 from octavo.server.config import ServeConfig  # noqa: E402
-from octavo.server.metrics_table import ENGINE_METRICS, REQUEST_METRICS, Metric  # noqa: E402
+from octavo.server.metrics_table import ENGINE_METRICS, Metric  # noqa: E402
+from octavo.server.request_metrics import REQUEST_METRICS  # noqa: E402
 from octavo.util import flag_name  # noqa: E402
 
 _HEAD = "<!-- written by docs/make_reference.py -->\n"

@@ -48,10 +48,9 @@ def running(folder: Path, *words: str, **env: str) -> Iterator[str]:
             process.wait()
 
 
-def post(url: str, **body: Any) -> dict[str, Any]:
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+def post(url: str, name: str, **body: Any) -> dict[str, Any]:
+    headers = {"Content-Type": "application/json", "X-Request-Id": name}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=120) as answer:
         found: dict[str, Any] = json.load(answer)
     return found
@@ -91,13 +90,13 @@ def watched(browser: Browser, **options: Any) -> tuple[Page, list[str]]:
 def test_the_page_of_a_real_server(browser: Browser, tiny_model_path: Path, tmp_path: Path) -> None:
     words = ["serve", str(tiny_model_path), "--load-format", "dummy", "--device", "cpu"]
     words += ["--num-threads", "1", "--num-gpu-blocks-override", "48", "--port", "0"]
-    with running(tmp_path, *words, OCTAVO_ADMIN_KEY="sesame", OMP_NUM_THREADS="1") as url:
+    with running(tmp_path, *words, OCTAVO_ADMIN_KEY="open-sesame", OMP_NUM_THREADS="1") as url:
         page, said = watched(browser)
         page.goto(f"{url}/dashboard")
         page.fill("#key", "wrong")
         page.keyboard.press("Enter")
         page.wait_for_selector("#login-error:not(:empty)")
-        page.fill("#key", "sesame")
+        page.fill("#key", "open-sesame")
         page.keyboard.press("Enter")
         page.wait_for_selector('#status[data-status="live"]')
         assert all("401" in text for text in said), said  # what was refused, and nothing else
@@ -106,7 +105,7 @@ def test_the_page_of_a_real_server(browser: Browser, tiny_model_path: Path, tmp_
             "() => document.querySelector('.summary').textContent.startsWith('48 blocks: 0 used')"
         )
         body = {"prompt": PROMPT * 2, "max_tokens": 30, "ignore_eos": True, "temperature": 0}
-        post(f"{url}/v1/completions", **body)
+        post(f"{url}/v1/completions", "one", **body)
         page.wait_for_function(
             "() => /[1-9]\\d* cached/.test(document.querySelector('.summary').textContent)"
         )
@@ -150,18 +149,16 @@ pictures = pytest.mark.skipif(
 def test_pictures_of_a_busy_server(
     browser: Browser, default_model_path: Path, tmp_path: Path
 ) -> None:
-    """Twelve clients ask the default model, most of them under one system prompt."""
-    words = ["serve", str(default_model_path), "--port", "0", "--max-model-len", "1024"]
-    words += ["--num-gpu-blocks-override", "200"]
-    names = {"served-model-name": "SmolLM2-135M-Instruct"}
-    words += [word for name, value in names.items() for word in (f"--{name}", value)]
+    """Sixteen clients ask the default model, most of them under one system prompt."""
+    words = ["serve", "--port", "0", "--max-model-len", "1024"]
+    words += ["--num-gpu-blocks-override", "160"]
     with running(tmp_path, *words) as url:
 
         def ask(i: int) -> None:
             prompt = (TEACHER if i % 3 else "") + f"Tell me {TOPICS[i % 4]}, please. " * (1 + i % 5)
             num = (60, 120, 240)[i % 3]
             body = {"prompt": prompt, "max_tokens": num, "ignore_eos": True, "seed": i}
-            post(f"{url}/v1/completions", **body)
+            post(f"{url}/v1/completions", f"cmpl-{i:03}", **body)
 
         views = {
             "light": watched(browser, viewport={"width": 1280, "height": 800})[0],
@@ -174,8 +171,11 @@ def test_pictures_of_a_busy_server(
         }
         for page in views.values():
             page.goto(f"{url}/dashboard")
-        with load(ask, 12):
+        with load(ask, 16):
             time.sleep(40)
+            views["light"].wait_for_function(
+                "() => Number.parseInt(document.querySelector('.t-used').textContent) >= 75"
+            )
             grid = views["light"].locator("canvas.grid")
             x, y = views["light"].evaluate(
                 """() => {
@@ -191,3 +191,16 @@ def test_pictures_of_a_busy_server(
                 page.bring_to_front()
                 picture(page, name)
                 page.context.close()
+
+
+@pictures
+def test_picture_of_two_policies(browser: Browser, tmp_path: Path) -> None:
+    words = ["demo", "memory", "--no-browser", "--port", "0", "--policies", "paged,orca-max"]
+    with running(tmp_path, *words) as url:
+        page, said = watched(browser, viewport={"width": 1440, "height": 860})
+        page.goto(f"{url}/dashboard")
+        page.wait_for_selector(".panel + .panel")
+        time.sleep(30)
+        picture(page, "two")
+        assert said == []
+        page.context.close()

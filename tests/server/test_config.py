@@ -47,10 +47,12 @@ CASES: dict[str, str] = {
     "shutdown_timeout_s": "test_life.py::test_what_does_not_finish_in_time_is_cut_off",
     "compat": "test_config.py::test_unknown_fields",
     "insecure": "test_config.py::test_where_it_listens",
+    "dashboard": "test_config.py::test_the_dashboard",
     "log_format": "test_config.py::test_the_log",
     "log_requests": "test_config.py::test_the_log",
     "log_prompts": "test_config.py::test_the_log",
     "log_level": "test_config.py::test_the_logs_level",
+    "otlp_traces_endpoint": "test_tracing.py::test_spans_reach_a_collector",
     "step_timeout_s": "test_faults.py::test_a_wedged_engine_is_given_up_on",
     "max_restarts": "test_faults.py::test_a_wedged_engine_is_given_up_on",
 }
@@ -63,7 +65,8 @@ def test_every_field_has_a_case(name: str) -> None:
     source = (Path(__file__).parent / file).read_text()
     assert f"def {test}(" in source
     flag = "--" + name.replace("_", "-")
-    assert flag in source or f"{name}=" in source, f"{file} does not give {flag}"
+    ways = (flag, flag.replace("--", "--no-"), f"{name}=")
+    assert any(way in source for way in ways), f"{file} does not give {flag}"
 
 
 def test_no_case_is_left_over() -> None:
@@ -107,6 +110,7 @@ def flagged(launch: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         "--served-model-name", "first", "second", "--max-body-bytes", "3000", "--max-prompts", "2",
         "--max-n", "2", "--max-output-tokens", "20", "--compat", "lenient", "--log-format", "json",
         "--log-requests", "--log-prompts", "--log-level", "info", "--slow-reader-timeout-s", "0.3",
+        "--no-dashboard",
     )  # fmt: skip
     server.url = server.url.replace("0.0.0.0", "127.0.0.1").removesuffix(ROOT)
     yield server
@@ -145,6 +149,11 @@ def test_names(flagged: Any) -> None:
 def test_a_template_of_ones_own(flagged: Any) -> None:
     body = {"messages": [{"role": "user", "content": "abc"}]}
     assert flagged.call("/tokenize", body).json["count"] == len("<abc>")
+
+
+def test_the_dashboard(flagged: Any, server: Any) -> None:
+    assert server.call("/dashboard").status == 200
+    assert flagged.call("/dashboard").status == 404
 
 
 def test_max_body_bytes(flagged: Any) -> None:

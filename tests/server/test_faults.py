@@ -123,13 +123,16 @@ def test_ten_thousand_idle_connections(server: Any) -> None:
 
 
 def test_a_prompt_that_can_never_fit(start_server: Any) -> None:
-    server = start_server("--num-gpu-blocks-override", "4", "--max-model-len", "200")
-    for prompt in ("x" * 100, "x" * 1000):
-        refused = server.complete(prompt=prompt)
-        assert refused.status == 400, refused.body
-        assert refused.error["code"] in ("capacity_exceeded", "invalid_value")
-        assert re.search(r"\d", refused.error["message"])
-    assert server.complete(prompt="x").status == 200
+    server = start_server("--num-gpu-blocks-override", "4", "--max-model-len", "64")
+    for num_chars in (65, 1000):
+        refused = server.complete(prompt="x" * num_chars)
+        assert refused.status == 400 and refused.error["code"] == "capacity_exceeded"
+        told = refused.error["message"]
+        assert f"{num_chars:,}" in told and "64" in told
+    beams = {"n": 8, "use_beam_search": True, "max_tokens": 30}
+    wide = server.complete(prompt="x" * 30, **beams)
+    assert (wide.status, wide.body[:300]) == 0
+    assert server.complete(prompt="x" * 60).status == 200
 
 
 def test_full_tiers(start_server: Any, tmp_path: Path) -> None:

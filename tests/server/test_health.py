@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import threading
 from typing import Any
 
 import octavo
@@ -54,3 +55,26 @@ def test_bodies_without_a_length_are_counted(server: Any) -> None:
     except OSError:
         pass  # refused before the end
     assert connection.getresponse().status == 413
+
+
+def test_two_requests_of_one_id_are_both_answered(server: Any) -> None:
+    statuses: list[int] = []
+    body = {"prompt": "hi", "max_tokens": 200, "ignore_eos": True}
+
+    def ask() -> None:
+        statuses.append(server.call("/v1/completions", body, x_request_id="same").status)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert statuses == [200] * 4
+
+
+def test_the_description_tells_what_is_answered(server: Any) -> None:
+    described = server.call("/openapi.json").json
+    for path, methods in described["paths"].items():
+        for operation in methods.values():
+            assert "422" not in operation["responses"], path
+    assert "400" in described["paths"]["/admin/abort"]["post"]["responses"]

@@ -14,9 +14,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.outputs import CompletionOutput, RequestKVUsage, RequestMetrics, RequestOutput
 from octavo.server.metrics import Metrics
-from octavo.server.metrics_table import ENGINE_METRICS, REQUEST_METRICS
+from octavo.server.metrics_table import ENGINE_METRICS
+from octavo.server.request_metrics import REQUEST_METRICS
 from octavo.stats import EngineStats
 
+GENERATED = "vllm:generation_tokens_total"
+SUCCESS = "vllm:request_success_total"
+TTFT = "vllm:time_to_first_token_seconds_count"
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "octavo.json"
 STATS = EngineStats(
     num_running=3,
@@ -199,3 +203,24 @@ def test_grafana_asks_for_nothing_that_does_not_exist() -> None:
         for name in re.findall(r"(?:rate|increase)\(([a-z:_0-9]+)", query):
             is_counter = kinds.get(name, "counter") == "counter"
             assert is_counter, f"{query}: {name} is no counter"
+
+
+def test_a_real_server_is_scraped(server: Any) -> None:
+    def value(name: str) -> float:
+        page = server.call("/metrics")
+        assert page.status == 200 and page.headers["content-type"].startswith("text/plain")
+        found = 0.0
+        for family in text_string_to_metric_families(page.body.decode()):
+            found += sum(s.value for s in family.samples if s.name == name)
+        return found
+
+    before = {name: value(name) for name in (GENERATED, SUCCESS, TTFT)}
+    assert server.complete(5).status == 200
+    assert server.complete(-1).status == 400
+    server.until(lambda: value(GENERATED) == before[GENERATED] + 5)
+    assert value(SUCCESS) == before[SUCCESS] + 1
+    assert value(TTFT) == before[TTFT] + 1
+    assert value("octavo:engine_up") == 1
+    assert value("octavo:requests_in_flight") == 0
+    assert value("vllm:num_requests_running") == 0
+    assert value("octavo:requests_refused_total") >= 1

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
 pytest.importorskip("opentelemetry.sdk.trace")
 
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
@@ -55,3 +60,35 @@ def test_a_span_has_the_requests_times_and_costs() -> None:
     assert attributes["octavo.kv.peak_blocks"] == 5
     assert second.parent is None and second.status.status_code is StatusCode.ERROR
     assert second.status.description == "client_gone"
+
+
+def test_spans_reach_a_collector(start_server: Any) -> None:
+    got: list[bytes] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            is_packed = self.headers.get("content-encoding") == "gzip"
+            got.append(gzip.decompress(body) if is_packed else body)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
+        server = start_server("--otlp-traces-endpoint", endpoint)
+        answer = server.call(
+            "/v1/completions", {"prompt": "hi", "max_tokens": 3}, traceparent=PARENT
+        )
+        assert answer.status == 200
+        server.stop()  # what is left is sent before it goes
+        collector.shutdown()
+    sent = ExportTraceServiceRequest.FromString(b"".join(got))
+    (span,) = sent.resource_spans[0].scope_spans[0].spans
+    assert span.name == "llm_request"
+    assert span.trace_id.hex() == PARENT.split("-")[1]
+    attributes = {a.key: a.value for a in span.attributes}
+    assert attributes["gen_ai.usage.completion_tokens"].int_value == 3

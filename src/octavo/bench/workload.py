@@ -20,6 +20,8 @@ class Sample:
 
     prompt_token_ids: list[int]
     output_len: int
+    arrival_s: float | None = None
+    """When it came, where that was recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +91,21 @@ def random_workload(
 
 
 def read_workload(
-    path: Path, num_prompts: int | None, *, vocab_size: int, max_model_len: int, seed: int = 0
+    path: Path,
+    num_prompts: int | None,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    seed: int = 0,
+    in_order: bool = False,
 ) -> Workload:
     """Samples from a .csv or .jsonl file, .gz or not.
 
     CSV, and JSONL rows, have `input_tokens` and `output_tokens` (prompts are then random ids; rows
     with `hash_ids`, after a header that tells `block_tokens`, share prefixes where their ids are
     equal); or JSONL rows have `prompt_ids` or `prompt_token_ids` and `max_tokens`.
-    num_prompts: how many, drawn without repetition by `seed`; None or enough: all, in order.
+    num_prompts: how many, drawn without repetition by `seed`, or with `in_order` the first; None or
+    enough: all, in order.
 
     Raises `InvalidRequestError` naming the row that cannot be used.
     """
@@ -118,9 +127,13 @@ def read_workload(
             parameter="dataset",
         )
     if num_prompts is not None and num_prompts < len(samples):
-        samples = rng.sample(samples, num_prompts)
+        samples = samples[:num_prompts] if in_order else rng.sample(samples, num_prompts)
     chosen = [
-        Sample(_prompt_ids(row, num_input, block_tokens, vocab_size, rng, seed), num_output)
+        Sample(
+            _prompt_ids(row, num_input, block_tokens, vocab_size, rng, seed),
+            num_output,
+            _arrival(row, path),
+        )
         for row, num_input, num_output in samples
     ]
     return Workload(f"{len(chosen)} requests of {path.name}, seed {seed}", chosen, num_too_long)
@@ -162,6 +175,16 @@ def _lengths(row: dict[str, Any], path: Path, number: int) -> tuple[int, int]:
             parameter="dataset",
         )
     return lengths
+
+
+def _arrival(row: dict[str, Any], path: Path) -> float | None:
+    value = row.get("arrival_s")
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        raise InvalidRequestError(
+            f"{path}: arrival_s must be a number of seconds, got {value!r:.80}", parameter="dataset"
+        ) from None
 
 
 def _prompt_ids(

@@ -36,6 +36,7 @@ COMMANDS = (
     Command("serve", "octavo.cli.serve", "an OpenAI-compatible server"),
     Command("bench throughput", "octavo.cli.bench", "tokens per second of a batch of requests"),
     Command("bench latency", "octavo.cli.bench", "how fast a few requests alone are answered"),
+    Command("bench serve", "octavo.cli.bench_serve", "what clients of a server see under load"),
     Command("bench preemption", "octavo.cli.bench", "recompute or swap: what each costs here"),
     Command("bench attention", "octavo.cli.bench_device", "attention kernels, what paging costs"),
     Command("bench step", "octavo.cli.bench_device", "the model's steps against the machine"),

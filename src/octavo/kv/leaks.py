@@ -22,7 +22,7 @@ class Leak:
 
 def find_leaks(kv: KVCacheManager) -> list[Leak]:
     """What is held although no sequence is live; changes nothing."""
-    return [*_of_tables(kv), *_of_accounts(kv), *_of_counts(kv), *_lost(kv)]
+    return [*_of_tables(kv), *_of_accounts(kv), *_of_holds(kv), *_of_counts(kv), *_lost(kv)]
 
 
 def repair(kv: KVCacheManager) -> list[Leak]:
@@ -32,6 +32,8 @@ def repair(kv: KVCacheManager) -> list[Leak]:
     for table in kv.tables():
         if kv.has(table.seq_id):
             kv.release(table.seq_id)
+    for seq_id in list(kv._holds.nodes):
+        kv.drop_hold(seq_id)
     for request_id in list(kv._accounts):
         kv.close_request(request_id)
     pool, pins = kv._pool, kv._pins.counts
@@ -60,6 +62,11 @@ def _of_accounts(kv: KVCacheManager) -> Iterator[Leak]:
     for request_id, account in kv._accounts.items():
         if not account.tables:
             yield Leak(f"the account of request {request_id} was not closed", request_id)
+
+
+def _of_holds(kv: KVCacheManager) -> Iterator[Leak]:
+    for seq_id, nodes in kv._holds.nodes.items():
+        yield Leak(f"{len(nodes)} blocks are still held for the preempted sequence {seq_id}", None)
 
 
 def _of_counts(kv: KVCacheManager) -> Iterator[Leak]:

@@ -57,6 +57,10 @@ class RequestAccount:
         """Physical blocks its sequences reference now."""
         return len(self._entries)
 
+    def block_seconds(self, now_s: float) -> float:
+        """Blocks times seconds until now; changes nothing."""
+        return self._block_seconds + len(self._entries) * max(0.0, now_s - self._since_s)
+
     def usage(self, now_s: float) -> RequestKVUsage:
         """The cost until now."""
         self.settle(now_s)

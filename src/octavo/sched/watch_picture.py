@@ -37,15 +37,15 @@ class Picture:
     """
 
     def __init__(self, kv: KVCacheManager) -> None:
-        """Attaches the journal: one picture a pool, until `close`."""
+        """Attaches the journal: one picture a pool, until `close`. Empty before `update`."""
         self._kv, self._pool = kv, kv.pool
         assert self._pool.journal is None, "the pool is watched already"
         self._journal = self._pool.journal = Journal()
         self._begin()
+        self._journal.was_resized = True  # as if: all is read anew
 
     def _begin(self) -> None:
         num_blocks = self._kv.num_blocks
-        self.num_blocks = num_blocks
         self.state = [FREE] * num_blocks
         self.owner = [-1] * num_blocks
         self.refs = [0] * num_blocks
@@ -58,10 +58,35 @@ class Picture:
         self._seen: dict[int, _Seen] = {}
         self._external: list[range] = []
         self._promised: dict[tuple[int, range], str] = {}
-        nodes = self._pool.nodes
-        self._journal.changed = {i for i, node in enumerate(nodes) if node is not None}
-        self._journal.changed.update(self._pool.pins)
         self._journal.was_resized = False
+        self._journal.changed = {i for i, node in enumerate(self._pool.nodes) if node is not None}
+        self._journal.changed.update(self._pool.pins)
+
+    def _fill_in(self, tables: Iterable[BlockTable], number: Number) -> None:
+        """The first look: whole blocks that one table has, many at a time. What is left, and what
+        is not so simple, is to be looked at one by one."""
+        counts, size, changed = self._pool.ref_counts, self._pool.block_size, self._journal.changed
+        state, owners, refs, fill = self.state, self.owner, self.refs, self.fill
+        first, at, has_pins = self._first, self._index, bool(self._pool.pins)
+        for table in tables:
+            seen = self._seen[table.seq_id] = _Seen(table)
+            block_ids = table.block_ids
+            seen.num_entries, seen.num_committed = len(block_ids), table.num_committed
+            num_full = table.num_committed // size
+            owner = number(table.account.request_id)
+            for index, block_id in enumerate(block_ids):
+                if first[block_id] is not None:  # others have it too
+                    continue
+                first[block_id], at[block_id] = table, index
+                state[block_id], owners[block_id] = USED, owner
+                refs[block_id] = num = counts[block_id]
+                if index < num_full and num == 1:
+                    fill[block_id] = size
+                    changed.discard(block_id)
+                elif num > 1 or index == num_full:
+                    changed.add(block_id)
+            if has_pins:
+                changed.update(block_ids)
 
     def close(self) -> None:
         """Nobody looks any more: changes are not written down."""
@@ -71,24 +96,17 @@ class Picture:
         """Bring it up to date. Returns the blocks that look different now, in order; whether all
         were read anew, as blocks have other ids; and whether `shared` has other members."""
         was_resized = self._journal.was_resized
+        tables = self._kv.tables()
         if was_resized:
             self._begin()
+            self._fill_in(tables, number)
         changed, self._journal.changed = self._journal.changed, set()
-        tables = self._kv.tables()
         holders = self._scan_tables(tables, changed)
         self._scan_runs(tables, changed)
         self._find_first(tables, changed, holders)
         partial = self._partial_views(tables)
-        different = []
-        was_shared = len(self.shared)
-        moved_border = False
-        for block_id in changed:
-            before = block_id in self.shared
-            if self._look(block_id, number, partial):
-                different.append(block_id)
-            moved_border |= before != (block_id in self.shared)
-        different.sort()
-        return different, was_resized, moved_border or was_shared != len(self.shared)
+        different, has_moved = self._look(changed, number, partial)
+        return different, was_resized, has_moved
 
     # -- what may have changed
 
@@ -199,41 +217,61 @@ class Picture:
                     views[table.block_ids[index]] = max(most, filled), num + 1
         return views
 
-    # -- one block
+    # -- the blocks
 
-    def _look(self, block_id: int, number: Number, partial: dict[int, tuple[int, int]]) -> bool:
-        """Look at it again; whether it is different."""
+    def _look(
+        self, changed: Iterable[int], number: Number, partial: dict[int, tuple[int, int]]
+    ) -> tuple[list[int], bool]:
+        """Look at blocks again. Returns those that are different, in order, and whether one is
+        shared now that was not, or the other way. Written for speed."""
         pool, size = self._pool, self._pool.block_size
-        refs = pool.ref_counts[block_id]
-        num = refs - pool.pins.get(block_id, 0) if pool.pins else refs
-        owner, fill = -1, 0
-        table = self._first[block_id]
-        if num and table is not None:
-            state, owner = USED, number(table.account.request_id)
-            fill = table.num_committed - self._index[block_id] * size
-            fill = 0 if fill < 0 else min(fill, size)
-            if num > 1 and fill < size:
-                most, num_seen = partial.get(block_id, (0, 0))
-                fill = size if num_seen < num else max(fill, most)
-        elif refs or pool.nodes[block_id] is not None:
-            node, state = pool.nodes[block_id], CACHED
-            fill = size if node is None else node.num_tokens
-        else:
-            state, owner = self._of_free(block_id, number)
-        if num > 1:
-            self.shared.add(block_id)
-        else:
-            self.shared.discard(block_id)
-        if (
-            self.state[block_id] == state
-            and self.owner[block_id] == owner
-            and self.refs[block_id] == refs
-            and self.fill[block_id] == fill
-        ):
-            return False
-        self.state[block_id], self.owner[block_id] = state, owner
-        self.refs[block_id], self.fill[block_id] = refs, fill
-        return True
+        counts, pins, nodes = pool.ref_counts, pool.pins, pool.nodes
+        states, owners, all_refs, fills = self.state, self.owner, self.refs, self.fill
+        first, at, shared = self._first, self._index, self.shared
+        has_runs = bool(self._external or self._promised)
+        numbers: dict[str, int] = {}
+        different, has_moved = [], False
+        for block_id in changed:
+            num = refs = counts[block_id]
+            if pins:
+                num -= pins.get(block_id, 0)
+            owner, fill = -1, 0
+            table = first[block_id]
+            if num and table is not None:
+                request_id = table.account.request_id
+                known = numbers.get(request_id)
+                owner = numbers[request_id] = number(request_id) if known is None else known
+                state, fill = USED, table.num_committed - at[block_id] * size
+                if fill > size:
+                    fill = size
+                elif fill < 0:
+                    fill = 0
+                if num > 1 and fill < size:
+                    most, num_seen = partial.get(block_id, (0, 0))
+                    fill = size if num_seen < num else max(fill, most)
+            elif (node := nodes[block_id]) is not None or refs:
+                state, fill = CACHED, size if node is None else node.num_tokens
+            elif has_runs:
+                state, owner = self._of_free(block_id, number)
+            else:
+                state = FREE
+            if (num > 1) != (block_id in shared):
+                has_moved = True
+                if num > 1:
+                    shared.add(block_id)
+                else:
+                    shared.remove(block_id)
+            if (
+                fills[block_id] != fill
+                or owners[block_id] != owner
+                or all_refs[block_id] != refs
+                or states[block_id] != state
+            ):
+                states[block_id], owners[block_id] = state, owner
+                all_refs[block_id], fills[block_id] = refs, fill
+                different.append(block_id)
+        different.sort()
+        return different, has_moved
 
     def _of_free(self, block_id: int, number: Number) -> tuple[int, int]:
         """State and owner of a block of the free list without a node."""

@@ -9,6 +9,8 @@ from itertools import islice
 from typing import Any
 
 from octavo.kv.manager import KVCacheManager
+from octavo.kv.table import BlockTable
+from octavo.kv.usage import RequestAccount
 from octavo.outputs import RequestMetrics
 from octavo.sched.roster import Roster
 from octavo.sched.sequence import RequestStats, SequenceGroup, SequenceStatus
@@ -61,8 +63,11 @@ class RequestRows:
 
     def __init__(self, kv: KVCacheManager, roster: Roster, numbers: Numbers) -> None:
         self._kv, self._roster, self._numbers = kv, roster, numbers
-        self._num_shared: dict[str, tuple[int, int]] = {}
-        """By request: entries in its tables when its shared blocks were counted, and how many."""
+        self._bases: dict[SequenceGroup, Row] = {}
+        """By request: its row, with what never changes."""
+        self._bases_now: dict[SequenceGroup, Row] = {}
+        self._num_shared: dict[str, tuple[BlockTable, int]] = {}
+        """By request of one table: how many of its blocks are shared."""
 
     def rows(self, now_s: float, shared: set[int], *, is_new: bool) -> tuple[list[Row], int]:
         """All that run, the first of those that wait, and those that have ended and whose batch
@@ -95,7 +100,9 @@ class RequestRows:
                 listed.add(account.request_id)
                 rows.append(self._ended_row(account.request_id, len(table.block_ids)))
                 num += 1
-        self._num_shared = {i: self._num_shared[i] for i in listed if i in self._num_shared}
+        self._bases, self._bases_now = self._bases_now, {}
+        if self._num_shared:
+            self._num_shared = {i: self._num_shared[i] for i in listed if i in self._num_shared}
         return rows, num
 
     def _why(self, group: SequenceGroup, head: SequenceGroup | None) -> str:
@@ -110,36 +117,32 @@ class RequestRows:
         self, group: SequenceGroup, state: str, why: str | None, now_s: float, shared: set[int]
     ) -> Row:
         request, metrics = group.request, group.stats.metrics
-        account = self._kv.account(request.request_id)
-        num_blocks = cached = 0
-        block_seconds = 0.0
+        request_id = request.request_id
+        base = self._bases.get(group)
+        if base is None:
+            base = _base(group)
+        self._bases_now[group] = base
+        account = self._kv.account(request_id)
+        row = base.copy()
+        row["no"] = self._numbers.of(request_id)
+        row["state"], row["why"] = state, why
         if account is not None:
-            num_blocks, cached = account.num_blocks, account.cached_tokens
-            block_seconds = self._kv.request_usage(request.request_id).block_seconds
-        num_prompt = len(request.prompt_token_ids)
+            row["blocks"] = account.num_blocks
+            row["cached_tokens"] = account.cached_tokens
+            row["block_seconds"] = round(account.block_seconds(now_s), 3)
+            if shared:
+                row["shared_blocks"] = self._shared_of(account, shared)
         num_output, num_seqs = metrics.num_generation_tokens, group.num_unfinished
         if group.search is not None and group.search.beams:
             num_seqs = len(group.search.beams)
-            num_output = max(len(beam.token_ids) for beam in group.search.beams) - num_prompt
+            longest = max(len(beam.token_ids) for beam in group.search.beams)
+            num_output = max(0, longest - len(request.prompt_token_ids))
+        row["output_tokens"], row["num_seqs"] = num_output, num_seqs
+        row["age_s"] = age_s = round(now_s - request.arrival_s, 3)
         started_s = metrics.first_scheduled_s
-        return {
-            "no": self._numbers.of(request.request_id),
-            "id": request.request_id,
-            "client": request.client_id,
-            "state": state,
-            "why": why,
-            "prompt_tokens": num_prompt,
-            "output_tokens": max(0, num_output),
-            "max_tokens": group.max_total_tokens - num_prompt,
-            "cached_tokens": cached,
-            "blocks": num_blocks,
-            "shared_blocks": self._shared_of(request.request_id, shared) if num_blocks else 0,
-            "block_seconds": round(block_seconds, 3),
-            "age_s": round(now_s - request.arrival_s, 3),
-            "queue_s": round((now_s if started_s is None else started_s) - request.arrival_s, 3),
-            "num_seqs": num_seqs,
-            "preemptions": metrics.num_preemptions,
-        }
+        row["queue_s"] = age_s if started_s is None else round(started_s - request.arrival_s, 3)
+        row["preemptions"] = metrics.num_preemptions
+        return row
 
     def _ended_row(self, request_id: str, num_blocks: int) -> Row:
         """Of a member of a batch that has ended, and keeps its region until all have."""
@@ -151,21 +154,33 @@ class RequestRows:
             "preemptions": 0,
         }  # fmt: skip
 
-    def _shared_of(self, request_id: str, shared: set[int]) -> int:
+    def _shared_of(self, account: RequestAccount, shared: set[int]) -> int:
         """How many of its blocks several tables have."""
-        account = self._kv.account(request_id)
-        if not shared or account is None:
-            return 0
         tables = account.tables
-        num_entries = sum(len(table.block_ids) for table in tables)
-        known = self._num_shared.get(request_id)
-        if known is not None and known[0] == num_entries and len(tables) == 1:
-            return known[1]
-        found = shared.intersection(tables[0].block_ids) if tables else set()
-        for table in tables[1:]:
+        known = self._num_shared.get(account.request_id)
+        if len(tables) == 1:
+            if known is not None and known[0] is tables[0]:
+                return known[1]  # what it has taken since is its own, or `shared` is another
+            num = len(shared.intersection(tables[0].block_ids))
+            self._num_shared[account.request_id] = tables[0], num
+            return num
+        found: set[int] = set()
+        for table in tables:
             found |= shared.intersection(table.block_ids)
-        self._num_shared[request_id] = num_entries, len(found)
         return len(found)
+
+
+def _base(group: SequenceGroup) -> Row:
+    """A row with what never changes, and zeros."""
+    request = group.request
+    num_prompt = len(request.prompt_token_ids)
+    return {
+        "no": 0, "id": request.request_id, "client": request.client_id, "state": "", "why": None,
+        "prompt_tokens": num_prompt, "output_tokens": 0,
+        "max_tokens": group.max_total_tokens - num_prompt, "cached_tokens": 0, "blocks": 0,
+        "shared_blocks": 0, "block_seconds": 0.0, "age_s": 0.0, "queue_s": 0.0, "num_seqs": 1,
+        "preemptions": 0,
+    }  # fmt: skip
 
 
 def _waiting_of(group: SequenceGroup) -> list[Any]:

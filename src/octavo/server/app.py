@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -44,6 +45,7 @@ def create_app(state: ServerState, routers: Sequence[APIRouter] = ()) -> FastAPI
         description="LLM inference and serving from memory you can see.",
     )
     app.state.octavo = state
+    app.openapi = partial(_description, app)  # type: ignore[method-assign]
     for router in (health.router, admin.router, *routers):
         app.include_router(router)
     app.add_exception_handler(OctavoError, _octavo_error)
@@ -59,6 +61,21 @@ def create_app(state: ServerState, routers: Sequence[APIRouter] = ()) -> FastAPI
             expose_headers=["x-request-id", "x-octavo-ignored", "retry-after"],
         )
     return app
+
+
+def _description(app: FastAPI) -> dict[str, Any]:
+    """OpenAPI, with what is really answered to fields that are wrong: 400, in OpenAI's shape."""
+    if app.openapi_schema is None:
+        described = FastAPI.openapi(app)
+        for methods in described["paths"].values():
+            for operation in methods.values():
+                responses = operation["responses"]
+                if responses.pop("422", None) is not None:
+                    responses.setdefault("400", {"description": "A field is wrong; error.param"})
+        schemas = described.get("components", {}).get("schemas", {})
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+    return cast("dict[str, Any]", app.openapi_schema)
 
 
 async def _octavo_error(request: Request, error: Exception) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -29,7 +30,7 @@ LABELS = "octavo.labels"
 """Key of an ASGI scope: what a client says of its request, for the request log alone."""
 
 
-def call_of(request: Request) -> Call:
+async def call_of(request: Request) -> Call:
     """The call of an HTTP request: a dependency of endpoints that generate."""
     return cast("Call", request.scope[CALL])
 
@@ -72,6 +73,8 @@ class Call:
         config = state.engine.info.config
         assert config.max_num_seqs is not None
         state.limits.admit(self.client, len(prompts), sum(sizes), config.max_num_seqs)
+        if self.request_id in state.calls:  # two under way may be given one id by their clients
+            self.request_id += "-" + uuid.uuid4().hex[:8]
         try:
             streams = self._submit(encoded, each, sizes, priority, kind)
         except BaseException:

@@ -83,6 +83,8 @@ class ServeConfig:
     X-Octavo-Ignored."""
     insecure: bool = False
     """Listen on a public address though there is no API key."""
+    dashboard: bool = True
+    """Show the memory live at /dashboard."""
     log_format: Literal["text", "json"] = "text"
     """Log lines for people, or JSON objects."""
     log_requests: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -47,6 +48,8 @@ class KeyRing:
         self._clients = [(_digest(key), client) for key, client in clients]
         self._admin = None if admin_key is None else _digest(admin_key)
         self._anyone = anyone
+        self._secret = secrets.token_bytes(32)
+        """Of this process: what browsers were given is worth nothing to the next one."""
 
     @property
     def has_keys(self) -> bool:
@@ -80,6 +83,21 @@ class KeyRing:
         if self._admin is None or key is None:
             return False
         return hmac.compare_digest(self._admin, _digest(key))
+
+    def cookie_for(self, key: str) -> str | None:
+        """What a browser shows instead of the administrator's key, which cannot be told from it;
+        None for another key."""
+        return self._cookie() if self.is_admin(key) else None
+
+    def is_cookie(self, value: str | None) -> bool:
+        """Whether this process gave that to a browser."""
+        if self._admin is None or value is None or not value.isascii():
+            return False
+        return hmac.compare_digest(self._cookie(), value)
+
+    def _cookie(self) -> str:
+        assert self._admin is not None
+        return hmac.new(self._secret, b"dashboard" + self._admin, hashlib.sha256).hexdigest()
 
 
 def key_of(header: Callable[[bytes], bytes | None]) -> str | None:

@@ -10,7 +10,8 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from octavo.outputs import RequestOutput
-from octavo.server.metrics_table import ENGINE_METRICS, REQUEST_METRICS, Metric
+from octavo.server.metrics_table import ENGINE_METRICS, Metric
+from octavo.server.request_metrics import REQUEST_METRICS
 from octavo.stats import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

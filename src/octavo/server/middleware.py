@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from octavo.dashboard.app import COOKIE, DATA
 from octavo.server.calls import CALL, LABELS, Call
 from octavo.server.errors import (
     AuthenticationError,
@@ -37,7 +38,8 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
 """Need no key and are answered at any time."""
 _DOCS = frozenset({"/openapi.json", "/docs", "/redoc", "/docs/oauth2-redirect"})
 """Answered at any time, too; as all else, only with a key."""
-_WATCHING = ("/admin/", "/dashboard")
+_PAGE = "/dashboard"
+_WATCHING = ("/admin/", _PAGE)
 """Begin paths for administrators, answered while the server starts or drains."""
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
 _OWN_HOSTS = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
@@ -59,7 +61,7 @@ class Front:
             client = _check(self._state, scope, seen.path, seen.header)
             traceparent = seen.header(b"traceparent") if self._state.tracer is not None else None
             parent = None if traceparent is None else traceparent.decode("latin-1")
-            call = scope[CALL] = Call(self._state, seen.call_id, client, parent)
+            call = scope[CALL] = Call(self._state, seen.request_id, client, parent)
             seen.client = client
             try:
                 seen.check_length()
@@ -87,9 +89,6 @@ class _Seen:
         is_sane = given is not None and _SANE_ID.fullmatch(given) is not None
         drawn = uuid.uuid4().hex
         self.request_id = given.decode() if given is not None and is_sane else drawn
-        taken = self.request_id in state.calls
-        self.call_id = f"{self.request_id}-{drawn[:8]}" if taken else self.request_id
-        """Two requests under way may be given one id by their clients."""
         self.client: Client | None = None
         self.status = 0
         self._has_body = False
@@ -182,8 +181,12 @@ def _check(
     if path in OPEN_PATHS or (scope["method"] == "OPTIONS" and state.config.allowed_origins):
         return Client()
     key = key_of(header)
+    if _is_page(path):
+        return Client()
     if path.startswith(_WATCHING):
-        check_admin(state, key, header)
+        cookie = _cookie_of(header) if path.startswith(_PAGE) else None
+        if not state.keys.is_cookie(cookie):
+            check_admin(state, key, header)
         return Client(name="admin")
     if path == "/metrics" and (state.config.is_loopback or state.keys.is_admin(key)):
         return Client()
@@ -194,6 +197,23 @@ def _check(
     if path not in _DOCS and path != "/metrics":
         state.life.check()
     return client
+
+
+def _is_page(path: str) -> bool:
+    """The dashboard's page and its files, which hold no data, and the login."""
+    if path == _PAGE:
+        return True
+    first = path.removeprefix(_PAGE + "/").partition("/")[0]
+    return path.startswith(_PAGE + "/") and first not in DATA
+
+
+def _cookie_of(header: Callable[[bytes], bytes | None]) -> str | None:
+    """What the dashboard's login gave to a browser."""
+    for part in (header(b"cookie") or b"").decode("latin-1").split(";"):
+        name, _, value = part.strip().partition("=")
+        if name == COOKIE:
+            return value
+    return None
 
 
 def check_admin(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from octavo.dashboard import app as dashboard
 from octavo.server import scrape
+from octavo.server.config import ServeConfig
 from octavo.server.openai import chat, completions, models, tokens
 
 
-def routers() -> tuple[APIRouter, ...]:
+def routers(config: ServeConfig) -> tuple[APIRouter, ...]:
     """In the order of the API's description."""
-    return (completions.router, chat.router, models.router, tokens.router, scrape.router)
+    found = (completions.router, chat.router, models.router, tokens.router, scrape.router)
+    return (*found, dashboard.router) if config.dashboard else found

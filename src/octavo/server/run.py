@@ -227,7 +227,7 @@ async def _main(
     )  # fmt: skip
     http = _Http(
         uvicorn.Config(
-            create_app(state, routers()), loop="none", http=_Protocol, ws="none", lifespan="off",
+            create_app(state, routers(config)), loop="none", http=_Protocol, ws="none", lifespan="off",
             log_config=None, access_log=False, server_header=False, backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=int(_FLUSH_S),
             ssl_keyfile=config.ssl_keyfile, ssl_certfile=config.ssl_certfile,
@@ -265,12 +265,6 @@ async def _main(
         if config.uds is not None:
             with contextlib.suppress(OSError):
                 os.unlink(config.uds)
-
-
-def _tell_state(state: ServerState, new: EngineState) -> None:
-    state.observer.engine_up(new is EngineState.READY)
-    if new is EngineState.RESTARTING:
-        state.observer.engine_restarted()
 
 
 def _tell_state(state: ServerState, new: EngineState) -> None:

@@ -1,4 +1,4 @@
-"""An engine in its own process: the same answers as `LLM`, and what becomes of requests in trouble."""
+"""An engine in its own process: the same answers as `LLM`, and what else it does."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from remote_support import NULL, config_of, run, until, whole
 
 from octavo import LLM
 from octavo.config import EngineConfig
-from octavo.engine.async_engine import AsyncEngine, EngineOptions, EngineState
+from octavo.engine.async_engine import AsyncEngine, EngineState
 from octavo.engine.output import OutputKind
-from octavo.engine.remote.streams import OutputStream
 from octavo.errors import (
     CapacityError,
     EngineDeadError,
@@ -25,67 +24,9 @@ from octavo.errors import (
     RequestCapacityError,
     StepFailedError,
 )
-from octavo.outputs import RequestOutput
 from octavo.request import BeamSearchParams, SamplingParams
 
-ROOT = Path(__file__).parents[3]
-NULL = "null_engine:build"
 PROMPTS = ["The printer folds a sheet", "Ünïcödé — ½ ducats", "a", "one two three four five six"]
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The child finds the null engine and octavo wherever the tests run."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT / "src")]))
-
-
-def config_of(path: Path, **options: object) -> EngineConfig:
-    """Of the tiny model; small enough to run out of blocks."""
-    values = {"dtype": "float32", "num_gpu_blocks_override": 64, "swap_space": 0, "num_threads": 1}
-    return EngineConfig(model=str(path), load_format="dummy", **{**values, **options})  # type: ignore[arg-type]
-
-
-def run(
-    config: EngineConfig,
-    what: Callable[[AsyncEngine], Awaitable[None]],
-    **options: object,
-) -> None:
-    """Run a coroutine with a started engine; nothing of it may be left behind."""
-
-    async def main() -> None:
-        engine = AsyncEngine(config, options=EngineOptions(**options))  # type: ignore[arg-type]
-        await engine.start()
-        try:
-            await asyncio.wait_for(what(engine), 60)
-        finally:
-            pid = engine.info.pid
-            await engine.close()
-        assert engine.state is EngineState.DEAD
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-
-    asyncio.run(main())
-
-
-async def whole(stream: OutputStream) -> RequestOutput:
-    """All differences joined by hand."""
-    texts: dict[int, str] = {}
-    ids: dict[int, list[int]] = {}
-    async for output in stream:
-        for part in output.outputs:
-            texts[part.index] = texts.get(part.index, "") + part.text
-            ids.setdefault(part.index, []).extend(part.token_ids)
-    assert output.finished
-    for part in output.outputs:
-        part.text, part.token_ids = texts[part.index], ids[part.index]
-    return output
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that must come."""
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def test_same_answers_as_offline(tiny_model_path: Path) -> None:
@@ -114,7 +55,8 @@ def test_same_answers_as_offline(tiny_model_path: Path) -> None:
                     assert mine.token_ids == theirs.token_ids
                     assert mine.text == theirs.text
                     assert mine.finish_reason == theirs.finish_reason
-                    assert (mine.logprobs is None) == (theirs.logprobs is None)
+                    assert mine.logprobs == theirs.logprobs
+                assert output.prompt_logprobs == known.prompt_logprobs
         params = SamplingParams(temperature=0, max_tokens=24, stop=[stop])
         for i, known in enumerate(stopped):
             output = await whole(engine.submit(f"t{i}", PROMPTS[i], params))
@@ -244,35 +186,7 @@ def test_a_killed_engine_is_answered_for_and_restarted(tiny_model_path: Path) ->
         assert engine.info.pid != first and engine.num_restarts == 1
         assert (await whole(engine.submit("0", "again", params))).finished
 
-    run(config_of(tiny_model_path), kill, build="slow_null:build", restart_backoff_s=0.05)
-
-
-@pytest.fixture(autouse=True)
-def slow_null(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, importable: None) -> None:
-    """Builders that a child can import: steps of 10 ms; one that hangs in its third step; one that
-    cannot be built a second time."""
-    (tmp_path / "slow_null.py").write_text(
-        "import os, time\n"
-        "import null_engine\n"
-        "class Hang(null_engine.NullRunner):\n"
-        "    def launch(self, plan):\n"
-        "        if plan.step_id == 2:\n"
-        "            time.sleep(1000)\n"
-        "        return super().launch(plan)\n"
-        "def build(config, progress=None):\n"
-        "    os.environ['OCTAVO_NULL_STEP_S'] = '0.01'\n"
-        "    return null_engine.build(config, progress)\n"
-        "def build_hanging(config, progress=None):\n"
-        "    null_engine.NullRunner = Hang\n"
-        "    return null_engine.build(config, progress)\n"
-        "def build_once(config, progress=None):\n"
-        "    if os.path.exists(os.environ['ONCE']):\n"
-        "        raise RuntimeError('no second time')\n"
-        "    open(os.environ['ONCE'], 'w').close()\n"
-        "    return build(config, progress)\n"
-    )
-    monkeypatch.setenv("ONCE", str(tmp_path / "once"))
-    monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"] + os.pathsep + str(tmp_path))
+    run(config_of(tiny_model_path), kill, build="faulty_engines:build", restart_backoff_s=0.05)
 
 
 def test_a_wedged_step_is_noticed(tiny_model_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -284,7 +198,7 @@ def test_a_wedged_step_is_noticed(tiny_model_path: Path, capfd: pytest.CaptureFi
         assert engine.state is EngineState.RESTARTING
 
     run(
-        config_of(tiny_model_path), wedge, build="slow_null:build_hanging", step_timeout_s=1.5,
+        config_of(tiny_model_path), wedge, build="faulty_engines:build_hanging", step_timeout_s=1.5,
         restart_backoff_s=60.0,
     )  # fmt: skip
     assert "in launch" in capfd.readouterr().err, "where it hung is on stderr"
@@ -299,7 +213,7 @@ def test_an_engine_that_cannot_be_restarted_is_given_up(tiny_model_path: Path) -
             engine.submit("x", "hello", SamplingParams())
 
     run(
-        config_of(tiny_model_path), kill, build="slow_null:build_once", restart_backoff_s=0.01,
+        config_of(tiny_model_path), kill, build="faulty_engines:build_once", restart_backoff_s=0.01,
         max_restarts=2,
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, ClassVar
 
 import pytest
@@ -19,6 +20,7 @@ from octavo.server.openai.logprobs import (
     prompt_logprobs,
 )
 from octavo.server.openai.params import max_tokens_of, params_of
+from octavo.server.openai.prompts import chat_ids
 from octavo.server.openai.protocol import ChatRequest, CompletionRequest
 
 HI = [{"role": "user", "content": "hi"}]
@@ -159,6 +161,40 @@ def test_null_for_what_is_not_supported_asks_for_nothing() -> None:
 def test_chat_values_that_ask_for_what_is_not_there(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         chat(**fields)
+
+
+class Encoder:
+    """Puts 1 before a text and 2 behind it."""
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids = [ord(c) for c in text]
+        return [1, *ids, 2] if add_special_tokens else ids
+
+    async def chat_prompt(self, messages: Any, **variables: Any) -> list[int]:
+        assert messages == HI and variables.pop("enable_thinking", None) in (None, True)
+        assert variables == {
+            "chat_template": "own", "add_generation_prompt": True, "continue_final_message": False,
+        }  # fmt: skip
+        return [7, 8]
+
+
+class State:
+    engine, chat_template = Encoder(), "own"
+
+
+def test_special_tokens_go_around_what_the_template_wrote() -> None:
+    def ids(**fields: Any) -> list[int]:
+        body = chat(**fields)
+        state: Any = State()
+        return asyncio.run(chat_ids(state, body, body.messages))
+
+    assert ids() == [7, 8]
+    assert ids(add_special_tokens=True) == [1, 7, 8, 2]
+    assert ids(chat_template_kwargs={"enable_thinking": True}) == [7, 8]
+    with pytest.raises(InvalidRequestError, match="field of its own"):
+        ids(chat_template_kwargs={"messages": []})
+    with pytest.raises(InvalidRequestError, match="templates"):
+        ids(chat_template="{{ 1 }}")
 
 
 class Vocabulary:

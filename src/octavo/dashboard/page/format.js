@@ -2,6 +2,9 @@
 
 const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
+/** A long name's beginning. */
+export const brief = (name) => (name.length > 20 ? `${name.slice(0, 16)}…` : name);
+
 export const whole = (value) => (value == null ? "–" : WHOLE.format(value));
 
 export function short(value) {
@@ -28,6 +31,7 @@ export function seconds(value) {
 
 export function percent(share) {
   if (share == null) return "–";
+  if (share > 0 && share < 0.0005) return "< 0.1 %";
   const isNearAnEnd = (share > 0 && share < 0.0995) || (share > 0.995 && share < 1);
   return `${(100 * share).toFixed(isNearAnEnd ? 1 : 0)} %`;
 }

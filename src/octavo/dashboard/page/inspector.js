@@ -1,7 +1,7 @@
 // What is in a block: pointed at, tapped, or reached by the arrow keys.
 
 import { CACHED, STATE_NAMES, USED } from "./frames.js";
-import { seconds, whole } from "./format.js";
+import { brief, seconds, whole } from "./format.js";
 
 const PATIENCE_MS = 120; // how long a pointer rests before the server is asked
 
@@ -107,7 +107,7 @@ export class Inspector {
     if (state === USED) {
       const number = pool.owner[block];
       const one = frame.requests?.find((request) => request.no === number);
-      about.push(one ? `request ${one.id}` : `request number ${number}`);
+      about.push(one ? `request ${brief(one.id)}` : `request number ${number}`);
       if (one?.client) about.push(`of ${one.client}`);
     }
     const refs = pool.refs[block];
@@ -122,11 +122,11 @@ export class Inspector {
     const found = [`Block ${whole(block)}: ${STATE_NAMES[state]}`, about.join(", ")];
     const owners = this.answer?.owners ?? [];
     if (owners.length > 1 || (owners.length === 1 && owners[0].index != null)) {
-      const names = owners.slice(0, 6).map((owner) => {
-        const id = owner.id ?? owner.request_id;
+      const names = owners.slice(0, 4).map((owner) => {
+        const id = brief(owner.id);
         return owner.index == null ? id : `${id} (its block ${owner.index})`;
       });
-      if (owners.length > 6) names.push(`and ${owners.length - 6} more`);
+      if (owners.length > 4) names.push(`and ${owners.length - 4} more`);
       found.push(`In the tables of ${names.join(", ")}`);
     }
     return found;

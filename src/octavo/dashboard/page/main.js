@@ -9,6 +9,7 @@ import { Source } from "./source.js";
 const base = new URL(".", import.meta.url);
 const byId = (id) => document.getElementById(id);
 const SAY_EVERY_MS = 15000;
+const LEAST_HZ = 0.1, MOST_HZ = 10; // frames a second that a server gives
 
 class Page {
   constructor() {
@@ -17,6 +18,7 @@ class Page {
     this.anchor = null; // paused: the newest time when that began
     this.time = null; // paused: the time that is looked at
     this.saidAt = -Infinity;
+    this.nextDraw = null;
     this.statuses = new Map();
   }
 
@@ -40,11 +42,12 @@ class Page {
 
   #panel({ name, frames, block = "block/" }) {
     const url = new URL(frames, base);
-    const hz = new URLSearchParams(location.search).get("hz");
-    if (hz) url.searchParams.set("hz", hz);
-    const panel = new Panel(name, new URL(block, base).href, this.palette, (time) =>
-      this.seek(time),
-    );
+    const hz = Number(new URLSearchParams(location.search).get("hz"));
+    if (hz > 0) url.searchParams.set("hz", Math.min(MOST_HZ, Math.max(LEAST_HZ, hz)));
+    const panel = new Panel(name, new URL(block, base).href, this.palette, {
+      onSeek: (time) => this.seek(time),
+      onStale: () => this.wake(),
+    });
     panel.source = new Source(url, new URL("sources", base), {
       onFrame: (frame) => {
         const isTaken = panel.take(frame);
@@ -162,6 +165,14 @@ class Page {
     for (const panel of this.panels) panel.theme(this.palette);
   }
 
+  /** Draw at the next frame of the screen; nothing runs while nothing changes. */
+  wake() {
+    this.nextDraw ??= requestAnimationFrame((now) => {
+      this.nextDraw = null;
+      this.draw(now);
+    });
+  }
+
   draw(now) {
     for (const panel of this.panels) panel.draw();
     if (now - this.saidAt < SAY_EVERY_MS) return;
@@ -230,11 +241,6 @@ function start() {
     event.preventDefault();
     act[event.key]();
   });
-  const loop = (now) => {
-    page.draw(now);
-    requestAnimationFrame(loop);
-  };
-  requestAnimationFrame(loop);
   addEventListener("resize", () => page.panels.forEach((panel) => panel.layout()));
   globalThis.octavoDashboard = page; // for a look from the browser's console
   page.open();

@@ -2,7 +2,7 @@
 
 import { lines, stacked, timeAt } from "./charts.js";
 import { History, Pool, TERMS, summary } from "./frames.js";
-import { bytes, percent, seconds, short, whole } from "./format.js";
+import { brief, bytes, percent, seconds, short, whole } from "./format.js";
 import { Grid } from "./grid.js";
 import { Inspector } from "./inspector.js";
 import { RequestTable } from "./requests.js";
@@ -18,15 +18,16 @@ const TERM_NAMES = {
 };
 
 export class Panel {
-  /** `onSeek(seconds)`: somebody points at that time in a chart. */
-  constructor(name, blockUrl, palette, onSeek) {
+  /** `onSeek(seconds)`: somebody points at that time in a chart; `onStale()`: there is to draw. */
+  constructor(name, blockUrl, palette, { onSeek, onStale }) {
+    this.onStale = onStale;
     this.name = name;
     this.palette = palette;
     this.history = new History();
     this.pool = new Pool(0);
     this.shownTime = null; // null: the newest frame
     this.frame = null;
-    this.isStale = true;
+    this.isStale = false;
     const content = document.getElementById("panel").content.cloneNode(true);
     this.root = content.querySelector(".panel");
     this.parts = new Map();
@@ -36,7 +37,7 @@ export class Panel {
     this.inspector = new Inspector(this, blockUrl);
     this.requests = new RequestTable(this.at("tbody"), this.at(".more"), (number) => {
       this.grid.choose(number);
-      this.isStale = true;
+      this.touch();
     });
     for (const chart of this.root.querySelectorAll(".chart")) {
       chart.addEventListener("click", (event) => {
@@ -46,6 +47,12 @@ export class Panel {
     const fits = new ResizeObserver(() => this.layout());
     fits.observe(this.at(".blocks"));
     fits.observe(this.at(".c-memory"));
+  }
+
+  /** Something has changed: draw at the screen's next frame. */
+  touch() {
+    this.isStale = true;
+    this.onStale();
   }
 
   at(selector) {
@@ -81,7 +88,7 @@ export class Panel {
     this.frame = frame;
     this.grid.blockSize = frame.about.block_size;
     if (pool.numBlocks !== numBefore) this.layout();
-    this.isStale = true;
+    this.touch();
   }
 
   /** Look at the newest frame (null) or at the last one not after a time. */
@@ -104,7 +111,7 @@ export class Panel {
     const box = this.at(".blocks");
     const most = Math.max(240, Math.min(innerHeight * 0.58, 1400));
     const key = [box.clientWidth, most, this.pool.numBlocks, devicePixelRatio].join();
-    this.isStale = true; // charts look at their own size when they are drawn
+    this.touch(); // charts look at their own size when they are drawn
     if (key === this.laidOut) return;
     this.laidOut = key;
     this.grid.layout(box.clientWidth, most);
@@ -114,7 +121,7 @@ export class Panel {
   theme(palette) {
     this.palette = this.grid.palette = palette;
     this.grid.repaint();
-    this.isStale = true;
+    this.touch();
   }
 
   status(status, text) {
@@ -145,8 +152,9 @@ export class Panel {
   }
 
   #facts(about) {
+    const isPath = /^([/~.]|[A-Za-z]:)/.test(about.model ?? "");
     const facts = [
-      about.model,
+      isPath ? about.model.split(/[/\\]/).filter(Boolean).pop() : about.model,
       about.kv_policy && `KV policy ${about.kv_policy}`,
       about.scheduling_policy && `scheduling ${about.scheduling_policy}`,
       `${whole(about.num_blocks)} blocks × ${about.block_size} tokens`,
@@ -341,7 +349,7 @@ export class Panel {
     when.textContent = ago + lasted;
     const who = document.createElement("span");
     who.className = "who";
-    who.textContent = event.request_id ?? "engine";
+    who.textContent = event.request_id === null ? "engine" : brief(event.request_id);
     const why = document.createElement("p");
     why.textContent = event.why;
     item.append(kind, " ", who, " ", when, why);

@@ -84,6 +84,7 @@ export class RequestTable {
 
   #fill(row, one, palette) {
     set(row.name, one.client ? `${one.id} · ${one.client}` : one.id);
+    row.name.title = one.id;
     row.line.dataset.state = one.state;
     const isIn = one.blocks > 0;
     row.swatch.style.background = isIn ? css(palette.request(one.no)) : "transparent";

@@ -32,20 +32,23 @@ class LeakCheck:
         """The engine has become idle."""
         self._is_due = True
 
-    def look(self) -> None:
-        """Of an idle engine. What was never given back is told as an event and given back."""
+    def look(self) -> list[str]:
+        """Of an engine that runs nothing, and where nobody waits. What was never given back is told
+        as an event and given back. Returns the requests that were lost that way, for which somebody
+        may still wait."""
         begun_s = time.monotonic()
         if not self._is_due or begun_s < self._not_before_s:
-            return
+            return []
         self._is_due = False
-        self._look()
+        lost = self._look()
         now_s = time.monotonic()
         self._not_before_s = now_s + (now_s - begun_s) / _MAX_SHARE
+        return lost
 
-    def _look(self) -> None:
+    def _look(self) -> list[str]:
         core = self._core
-        lost = set(core.scheduler.roster.drop_lost())
-        for request_id in sorted(core.live_request_ids | lost):
+        lost = sorted(core.live_request_ids.union(core.scheduler.roster.drop_lost()))
+        for request_id in lost:
             self._tell(request_id, f"request {request_id} neither runs nor waits, and never ended")
             core.forget(request_id)
         leaks = find_leaks(core.kv)
@@ -59,6 +62,7 @@ class LeakCheck:
             why = f"the pool does not add up while idle, and could not be mended: {error}"
             logger.error("leak: %s", why)
             core.note(EventKind.LEAK, None, why)
+        return lost
 
     def _tell(self, request_id: str | None, why: str) -> None:
         logger.error("leak: %s; given back", why)

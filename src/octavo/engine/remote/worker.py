@@ -42,6 +42,12 @@ _LIVE_S = 1.0
 """Between two lists of all requests."""
 _BEAT_S = 0.5
 """Longest wait while idle."""
+_QUIET_S = 1.0
+"""So long has nothing run before it is looked whether all was given back."""
+_STILL = 3
+"""So many steps in a row without a plan or news: there is nothing to do but to wait."""
+_STILL_S = 0.01
+"""Between two such steps."""
 
 
 class Worker:
@@ -55,6 +61,7 @@ class Worker:
         self._leaks = LeakCheck(self._core)
         self._news = wire.News([], [], [], [], [])
         self._num_prompt_tokens = self._num_generated = 0
+        self._num_still = 0
         self._parent_pid = os.getppid()
         self._is_stopped = False
         self._watch: PoolWatch | None = None
@@ -75,19 +82,22 @@ class Worker:
         """Until `Stop`. Raises what ends the engine."""
         core = self._core
         while not self._is_stopped:
-            is_busy = core.has_unfinished()
-            self._take_messages(0.0 if is_busy else self._patience_s())
+            has_work = core.has_unfinished()
+            self._take_messages(self._patience_s(has_work))
             if core.has_unfinished():
                 self._step()
-                self._idle_since_s = 0.0
-            elif not self._is_stopped:
+            if not core.has_unfinished() or self._num_still >= _STILL:
                 if os.getppid() != self._parent_pid:
                     return
                 self._idle()
+            else:
+                self._idle_since_s = 0.0
             self._tell()
 
-    def _patience_s(self) -> float:
-        """How long an idle engine may wait for a message."""
+    def _patience_s(self, has_work: bool) -> float:
+        """How long a message may be waited for."""
+        if has_work:
+            return 0.0 if self._num_still < _STILL else _STILL_S
         if self._watch is None:
             return _BEAT_S
         return min(_BEAT_S, max(0.0, self._next_frame_s - time.monotonic()))
@@ -160,6 +170,8 @@ class Worker:
     # -- steps
 
     def _step(self) -> None:
+        scheduler = self._core.scheduler
+        step_id = scheduler.next_step_id
         try:
             updates = self._core.step()
         except StepFailedError as error:
@@ -167,6 +179,8 @@ class Worker:
             self._tell()
             self._core.check_open()  # a lost device ends the process, and another one is started
             return
+        is_still = not updates and step_id == scheduler.next_step_id
+        self._num_still = self._num_still + 1 if is_still else 0
         self._news.updates.extend(updates)
         for update in updates:
             self._num_generated += len(update.token_ids)
@@ -185,13 +199,21 @@ class Worker:
 
     def _idle(self) -> None:
         """Nothing runs: look whether all is given back, now and then."""
+        scheduler = self._core.scheduler
+        if scheduler.num_running or scheduler.num_waiting:
+            return
         now_s = time.monotonic()
         if not self._idle_since_s:
             self._idle_since_s = now_s
             self._next_stats_s = 0.0  # so that what is known of an idle engine is exact
             self._leaks.expect_quiet()
-        elif now_s - self._idle_since_s >= 1.0:
-            self._leaks.look()
+        elif now_s - self._idle_since_s >= _QUIET_S:
+            lost = self._leaks.look()
+            if lost:
+                text = (
+                    f"the engine had lost {len(lost)} requests, which are aborted; see its events"
+                )
+                self._news.hit.append(wire.Hit(lost, text))
 
     # -- what is told
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Path, Request
 
 from octavo.server.openai import replies
 from octavo.server.openai.answer import check_model, state_of
@@ -20,7 +20,7 @@ async def list_models(request: Request) -> dict[str, Any]:
 
 
 @router.get("/v1/models/{model:path}", response_model=replies.Model, responses=replies.PLAIN)
-async def show_model(model: str, request: Request) -> dict[str, Any]:
+async def show_model(model: Annotated[str, Path(min_length=1)], request: Request) -> dict[str, Any]:
     """One of them."""
     return _card(request, check_model(state_of(request), model))
 

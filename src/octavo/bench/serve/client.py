@@ -1,0 +1,170 @@
+"""One request to a server, and when its parts came back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import aiohttp
+import msgspec
+
+_DATA = b"data:"
+_DONE = b"[DONE]"
+
+
+@dataclass(slots=True)
+class Timeline:
+    """What a client saw of a request. Times are seconds of one monotonic clock."""
+
+    scheduled_s: float
+    """When it should have been sent."""
+    sent_s: float = 0.0
+    chunk_s: list[float] = field(default_factory=list)
+    """When each chunk with text (or with a finish reason, where there was no text at all) came."""
+    ended_s: float = 0.0
+    num_input: int = 0
+    """Tokens of the prompt: the server's count, or what was sent."""
+    num_output: int = 0
+    """Tokens of the answer, as the server counts them; without a count, chunks."""
+    is_counted: bool = False
+    """Whether the server told the number of tokens."""
+    num_asked: int = 0
+    """Tokens that were asked for."""
+    error: str | None = None
+    """What went wrong, as a short word; None: nothing."""
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From sending to the first text."""
+        return self.chunk_s[0] - self.sent_s if self.chunk_s else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time of a token after the first."""
+        if not self.chunk_s or self.num_output < 2:
+            return None
+        return (self.chunk_s[-1] - self.chunk_s[0]) / (self.num_output - 1)
+
+    @property
+    def itl_s(self) -> list[float]:
+        """Gaps between chunks."""
+        return [b - a for a, b in pairwise(self.chunk_s)]
+
+    @property
+    def e2e_s(self) -> float:
+        """From sending to the end."""
+        return self.ended_s - self.sent_s
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+    @property
+    def has_text(self) -> bool:
+        """Whether there is anything to read."""
+        delta = self.delta
+        return bool(self.text or (delta and (delta.content or delta.reasoning_content)))
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class Client:
+    """Sends requests to one endpoint over as many connections as it takes."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        headers: dict[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """url: the whole of it, up to `/completions`. timeout_s: for one answer."""
+        self._url, self._headers, self._timeout_s = url, headers or {}, timeout_s
+        self._decode = msgspec.json.Decoder(_Chunk).decode
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Client:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=False),
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=30),
+            headers=self._headers,
+            auto_decompress=False,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def stream(self, body: dict[str, Any], line: Timeline) -> Timeline:
+        """Send `body` and read the events that come; what went wrong is in the timeline."""
+        assert self._session is not None, "the client is not open"
+        line.sent_s = time.monotonic()
+        try:
+            async with self._session.post(self._url, json=body) as response:
+                if response.status != 200:
+                    line.error = f"HTTP {response.status}"
+                    await response.read()
+                else:
+                    await self._read(response.content, line)
+        except TimeoutError:
+            line.error = "timeout"
+        except (aiohttp.ClientError, ConnectionError, msgspec.DecodeError) as error:
+            line.error = type(error).__name__
+        except asyncio.CancelledError:
+            line.error = "cancelled"
+            raise
+        finally:
+            line.ended_s = time.monotonic()
+            if not line.is_counted:
+                line.num_output = len(line.chunk_s)
+        return line
+
+    async def _read(self, content: aiohttp.StreamReader, line: Timeline) -> None:
+        rest, is_done = b"", False
+        async for data in content.iter_any():
+            now_s = time.monotonic()
+            *events, rest = (rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
+            for event in events:
+                is_done |= self._take(event, now_s, line)
+        if not is_done and line.error is None:
+            line.error = "cut off"
+
+    def _take(self, event: bytes, now_s: float, line: Timeline) -> bool:
+        """One event; whether it is the last."""
+        for row in event.split(b"\n"):
+            if not row.startswith(_DATA):
+                continue
+            payload = row[len(_DATA) :].strip()
+            if payload == _DONE:
+                return True
+            chunk = self._decode(payload)
+            if chunk.error is not None:
+                line.error = "error in stream"
+            if chunk.usage is not None:
+                line.num_input, line.is_counted = chunk.usage.prompt_tokens, True
+                line.num_output = chunk.usage.completion_tokens
+            for choice in chunk.choices:
+                if choice.has_text or (choice.finish_reason and not line.chunk_s):
+                    line.chunk_s.append(now_s)
+                    break
+        return False
