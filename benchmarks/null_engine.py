@@ -103,6 +103,8 @@ def build(config: EngineConfig, progress: Progress | None = None) -> BuiltEngine
     runner = NullRunner(tokenizer.encode(TEXT, add_special_tokens=False), step_s)
     core = EngineCore(scheduler, kv, runner.launch)
     vocab_size = max(tokenizer.vocab_size, 320)
-    inputs = InputProcessor(tokenizer, vocab_size=vocab_size, max_model_len=max_len, seed=config.seed)
+    inputs = InputProcessor(
+        tokenizer, vocab_size=vocab_size, max_model_len=max_len, seed=config.seed
+    )
     engine = Engine(core, inputs, OutputProcessor(tokenizer))
     return BuiltEngine(config, _ARCH, engine, tokenizer, plan)

@@ -195,7 +195,7 @@ def test_pictures_of_a_busy_server(
 
 @pictures
 def test_picture_of_two_policies(browser: Browser, tmp_path: Path) -> None:
-    words = ["demo", "memory", "--no-browser", "--port", "0", "--policies", "paged,orca-max"]
+    words = ["demo", "memory", "--no-browser", "--port", "0", "--policies", "paged", "orca-max"]
     with running(tmp_path, *words) as url:
         page, said = watched(browser, viewport={"width": 1440, "height": 860})
         page.goto(f"{url}/dashboard")

@@ -129,9 +129,9 @@ def test_a_prompt_that_can_never_fit(start_server: Any) -> None:
         assert refused.status == 400 and refused.error["code"] == "capacity_exceeded"
         told = refused.error["message"]
         assert f"{num_chars:,}" in told and "64" in told
-    beams = {"n": 8, "use_beam_search": True, "max_tokens": 30}
+    beams = {"n": 4, "use_beam_search": True, "max_tokens": 30}
     wide = server.complete(prompt="x" * 30, **beams)
-    assert (wide.status, wide.body[:300]) == 0
+    assert wide.status == 400 and "4 beams x 3 further blocks" in wide.error["message"]
     assert server.complete(prompt="x" * 60).status == 200
 
 
@@ -146,7 +146,9 @@ def test_full_tiers(start_server: Any, tmp_path: Path) -> None:
     again = [server.complete(prompt=prompt).json["choices"] for prompt in prompts]
     assert first == again
     assert server.call("/health").status == 200
-    assert sum(f.stat().st_size for f in (tmp_path / "kv").rglob("*") if f.is_file()) < 200_000
+    sizes = [file.stat().st_size for file in (tmp_path / "kv").rglob("*") if file.is_file()]
+    num_bytes = 64 * 2**10
+    assert num_bytes / 2 < sum(sizes) < num_bytes * 1.5, "the disk tier was not full"
 
 
 _JUMPING = """

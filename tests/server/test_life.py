@@ -85,6 +85,14 @@ def test_a_model_that_is_not_there(start_server: Any) -> None:
     assert server.wait(60) == 2 and "/nowhere/at/all" in server.log()
 
 
+def test_a_pool_that_is_too_small(start_server: Any) -> None:
+    """What the engine's process finds out, it tells and is gone; the server ends all the same."""
+    flags = ("--num-gpu-blocks-override", "4", "--max-model-len", "200")
+    servers = [start_server(*flags, waits=False) for _ in range(3)]
+    for server in servers:
+        assert server.wait(60) == 2 and "needs 13 KV blocks" in server.log()
+
+
 def test_running_requests_finish_under_load(start_server: Any) -> None:
     server = start_server()
     streams = [opened(server) for _ in range(6)]

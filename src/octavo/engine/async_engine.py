@@ -52,6 +52,7 @@ class AsyncEngine(EngineLife):
         """Last outputs of requests that a stop string has ended, until their cost is told."""
         self._leaving: set[str] = set()
         """Aborted requests of which late news may still come."""
+        self._outputs = OutputProcessor(None)
         self._handlers[wire.News] = self._take_news
 
     async def start(self, progress: Progress | None = None) -> None:

@@ -227,7 +227,8 @@ async def _main(
     )  # fmt: skip
     http = _Http(
         uvicorn.Config(
-            create_app(state, routers(config)), loop="none", http=_Protocol, ws="none", lifespan="off",
+            create_app(state, routers(config)),
+            loop="none", http=_Protocol, ws="none", lifespan="off",
             log_config=None, access_log=False, server_header=False, backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=int(_FLUSH_S),
             ssl_keyfile=config.ssl_keyfile, ssl_certfile=config.ssl_certfile,

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,23 @@ from octavo.errors import (
     RequestCapacityError,
     StepFailedError,
 )
+from octavo.outputs import PositionLogprobs
 from octavo.request import BeamSearchParams, SamplingParams
 
+Logprobs = Sequence[PositionLogprobs | None] | None
 PROMPTS = ["The printer folds a sheet", "Ünïcödé — ½ ducats", "a", "one two three four five six"]
+
+
+def assert_close(mine: Logprobs, theirs: Logprobs) -> None:
+    """The same logprobs, but for what the other sequences of a step change in their last bits."""
+    assert (mine is None) == (theirs is None)
+    for one, other in zip(mine or (), theirs or (), strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert one.keys() == other.keys()
+            for token_id, entry in one.items():
+                assert entry.decoded_token == other[token_id].decoded_token
+                assert entry.logprob == pytest.approx(other[token_id].logprob, abs=1e-4)
 
 
 def test_same_answers_as_offline(tiny_model_path: Path) -> None:
@@ -55,8 +70,8 @@ def test_same_answers_as_offline(tiny_model_path: Path) -> None:
                     assert mine.token_ids == theirs.token_ids
                     assert mine.text == theirs.text
                     assert mine.finish_reason == theirs.finish_reason
-                    assert mine.logprobs == theirs.logprobs
-                assert output.prompt_logprobs == known.prompt_logprobs
+                    assert_close(mine.logprobs, theirs.logprobs)
+                assert_close(output.prompt_logprobs, known.prompt_logprobs)
         params = SamplingParams(temperature=0, max_tokens=24, stop=[stop])
         for i, known in enumerate(stopped):
             output = await whole(engine.submit(f"t{i}", PROMPTS[i], params))

@@ -21,7 +21,7 @@ logger = logging.getLogger("octavo")
 
 _TURN_S = 0.002
 """Messages are taken for so long at a time, then others get their turn: some are heavy."""
-_GRACE_S = 5.0
+_GRACE_S = 10.0
 """A child that was told to stop may take so long."""
 
 
@@ -39,7 +39,7 @@ class EngineProcess:
         self._log_level = log_level
         self._folder = tempfile.mkdtemp(prefix="octavo-")
         self._context = zmq.Context()
-        self._to_engine, self._from_engine = (self._bound(k) for k in (zmq.PUSH, zmq.PULL))
+        self._to_engine, self._from_engine = (self._socket(k) for k in (zmq.PUSH, zmq.PULL))
         self._encode = wire.encoder().encode
         self._decode = wire.decoder_of_front().decode
         self._process: asyncio.subprocess.Process | None = None
@@ -49,11 +49,16 @@ class EngineProcess:
         self.end = ""
         """How the process ended; empty while it runs."""
 
-    def _bound(self, kind: int) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        """This side connects where it sends: a bound socket without a peer would block."""
         socket = self._context.socket(kind)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             socket.setsockopt(option, 0)
-        socket.bind(f"ipc://{self._folder}/{'in' if kind == zmq.PUSH else 'out'}")
+        socket.setsockopt(zmq.RECONNECT_IVL, 10)
+        if kind == zmq.PUSH:
+            socket.connect(f"ipc://{self._folder}/in")
+        else:
+            socket.bind(f"ipc://{self._folder}/out")
         return socket
 
     @property
@@ -84,7 +89,8 @@ class EngineProcess:
     def send(self, message: wire.ToEngine) -> None:
         """Never waits. What is sent to a process that has ended is lost."""
         if not self._is_closed:
-            self._to_engine.send(self._encode(message))
+            with contextlib.suppress(zmq.Again):
+                self._to_engine.send(self._encode(message), zmq.NOBLOCK)
 
     def _read(self) -> None:
         """Take what is there. The descriptor tells of news only once, so all has to be taken, or
@@ -105,7 +111,7 @@ class EngineProcess:
 
     async def _wait(self, process: asyncio.subprocess.Process) -> None:
         status = await process.wait()
-        while self._from_engine.poll(0):
+        while not self._is_closed and self._from_engine.poll(0):
             self._read()  # what it said last
         self.end = _end_of(status)
         if not self._is_planned:

@@ -30,9 +30,8 @@ from octavo.errors import EngineDeadError, InvalidRequestError, OctavoError, Ste
 from octavo.events import EventKind
 
 if TYPE_CHECKING:
-    from octavo.sched.watch import PoolWatch
-
     from octavo.engine.built import BuiltEngine
+    from octavo.sched.watch import PoolWatch
 
 logger = logging.getLogger("octavo")
 
@@ -328,7 +327,7 @@ def main(argv: list[str]) -> int:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.LINGER, 2000)
-    inbox.connect(into)
+    inbox.bind(into)
     outbox_socket.connect(out)
     outbox = Outbox(outbox_socket)
     status = 0
