@@ -35,7 +35,7 @@ _DISK_BYTES = 4 * 2**30
 KVPolicy = Literal["paged", "contiguous", "orca-max", "orca-pow2", "orca-oracle"]
 PreemptionMode = Literal["recompute", "swap", "auto"]
 PreemptionVictim = Literal["last-come", "lowest-cost", "priority"]
-SchedulingPolicy = Literal["fcfs", "priority"]
+SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 
 
 class StepLimits(NamedTuple):
@@ -107,7 +107,8 @@ class EngineConfig:
     kv_disk_bytes: int = _DISK_BYTES
     """Most bytes kept in kv_disk_dir."""
     scheduling_policy: SchedulingPolicy = "fcfs"
-    """Order in which waiting requests are admitted; priority: smaller numbers first."""
+    """Order in which waiting requests are admitted; priority: smaller numbers first; fair: of the
+    client who got the fewest tokens (output counts twice)."""
     attention_backend: AttentionName = "auto"
     """Attention kernels; auto: the fastest that this machine can run, with the reason logged."""
     enforce_eager: bool = False

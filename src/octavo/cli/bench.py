@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.cli.flags import EngineFlags, flags, parse, refuse_without_effect
 from octavo.cli.start import note, start_engine
@@ -237,7 +237,7 @@ def _params(args: Throughput | Latency) -> SamplingParams:
     return SamplingParams(n=n, temperature=args.temperature, detokenize=detokenize)
 
 
-def _limits(llm: LLM) -> dict[str, int]:
+def _limits(llm: LLM) -> dict[str, Any]:
     """What prompts must keep to."""
     assert llm.config.max_model_len is not None, "resolved with the model"
     return {

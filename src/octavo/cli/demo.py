@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import errno
 import os
 import socket
@@ -123,7 +122,7 @@ def _check(args: Demo) -> None:
 
 
 def _stages(args: Demo) -> list[Stage]:
-    from octavo.lab.compare import config_for
+    from octavo.lab.compare import config_of
     from octavo.lab.demo import Stage
     from octavo.lab.workload import load_trace, make_workload
 
@@ -140,7 +139,7 @@ def _stages(args: Demo) -> list[Stage]:
     stages = []
     for policy in args.policies:
         costs = args.machine.step_costs(base.block_size, in_one_piece=policy != "paged")
-        stages.append(Stage(config_for(base, policy), costs, workload, model))
+        stages.append(Stage(config_of(policy, base), costs, workload, model))
     return stages
 
 
@@ -163,32 +162,35 @@ class _Play:
         app = make_app(sources, is_leaving=lambda: server.should_exit)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3)
         server = uvicorn.Server(config)
-        playing = asyncio.create_task(self._play(sources))
         serving = asyncio.create_task(server.serve(sockets=[sock]))
-        await asyncio.wait((playing, serving), return_when=asyncio.FIRST_COMPLETED)
-        if playing.done():
-            playing.result()  # what went wrong there ends all
-            print("every request has been answered; the page stays until Ctrl-C", flush=True)
+        last_s, is_over = time.monotonic(), False
+        try:
+            while not serving.done():
+                await asyncio.wait((serving,), timeout=_TICK_S)
+                now_s = time.monotonic()
+                if not is_over:
+                    await self._advance(self.now_s + (now_s - last_s) * self._speed)
+                    is_over = self._is_over
+                    if is_over:
+                        print("all requests are answered; the page stays until Ctrl-C", flush=True)
+                last_s = now_s
+                for source in sources:
+                    source.tell()
+        finally:
+            server.should_exit = True
             await serving
-        playing.cancel()
-        await serving
 
-    async def _play(self, sources: Sequence[_Source]) -> None:
-        last_s = time.monotonic()
-        while self.now_s < self._duration_s or not all(one.is_over for one in self._stages):
-            await asyncio.sleep(_TICK_S)
-            now_s = time.monotonic()
-            target_s = self.now_s + (now_s - last_s) * self._speed
-            last_s = now_s
-            while self.now_s < target_s:
-                self.now_s = min(target_s, self.now_s + _SLICE_S)
-                for stage in self._stages:
-                    stage.advance(self.now_s)
-                await asyncio.sleep(0)
-            for source in sources:
-                source.tell()
-        for source in sources:
-            source.finish()
+    @property
+    def _is_over(self) -> bool:
+        return self.now_s >= self._duration_s and all(one.is_over for one in self._stages)
+
+    async def _advance(self, target_s: float) -> None:
+        """Play on, and let others have their turn meanwhile."""
+        while self.now_s < target_s and not self._is_over:
+            self.now_s = min(target_s, self.now_s + _SLICE_S)
+            for stage in self._stages:
+                stage.advance(self.now_s)
+            await asyncio.sleep(0)
 
 
 def _listen(port: int) -> socket.socket:

@@ -49,6 +49,8 @@ COMMANDS = (
     Command("lab paper", "octavo.cli.paper", "the PagedAttention paper's figures, reproduced"),
     Command("lab calibrate", "octavo.cli.calibrate", "how long steps take on this machine"),
     Command("lab replay", "octavo.cli.replay", "a recorded run again, exactly or with a change"),
+    Command("top", "octavo.cli.top", "a server's memory, live in the terminal"),
+    Command("demo memory", "octavo.cli.demo", "one load through two policies, side by side"),
     Command("models pull", "octavo.cli.models", "fetch a model, so that it starts at once"),
     Command("models list", "octavo.cli.models", "models on this machine, with their sizes"),
     Command("models rm", "octavo.cli.models", "delete a fetched model"),

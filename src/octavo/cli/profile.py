@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from octavo.cli.flags import EngineFlags, flags, parse
 from octavo.cli.start import start_engine
@@ -65,7 +66,7 @@ def main(prog: str, argv: Sequence[str]) -> int:
 
     with start_engine(config) as llm:
         assert llm.config.max_model_len is not None, "resolved with the model"
-        limits = {
+        limits: dict[str, Any] = {
             "vocab_size": llm.arch.vocab_size,
             "max_model_len": llm.config.max_model_len,
             "seed": llm.config.seed,

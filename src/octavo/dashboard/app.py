@@ -108,10 +108,14 @@ def make_router(
     return router
 
 
-def make_app(sources: Sequence[FrameSource]) -> FastAPI:
+def make_app(
+    sources: Sequence[FrameSource], *, is_leaving: Callable[[], bool] = lambda: False
+) -> FastAPI:
     """The dashboard alone, over sources of this process; for this machine only: it has no keys."""
     app = FastAPI(title="octavo", openapi_url=None)
-    app.include_router(make_router(lambda _: sources, login=lambda _, key: None))
+    app.include_router(
+        make_router(lambda _: sources, login=lambda _, key: None, is_leaving=lambda _: is_leaving())
+    )
 
     @app.get("/", include_in_schema=False)
     async def root() -> Response:

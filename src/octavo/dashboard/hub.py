@@ -66,10 +66,6 @@ class LocalSource:
         self._needs_full = False
         self._hub.put(self._encode(frame), frame["kind"] == "full")
 
-    def close(self) -> None:
-        """There will be no more frames: say so to those who listen."""
-        self._hub.close()
-
     def _ask(self, hz: float) -> None:
         self._hz, self._needs_full, self._next_s = hz, True, 0.0
         if not hz:

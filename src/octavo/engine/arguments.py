@@ -88,3 +88,13 @@ def check_priority(priority: int, config: EngineConfig) -> None:
             "start with --scheduling-policy priority or --preemption-victim priority",
             parameter="priority",
         )
+
+
+def check_client(client_id: str, config: EngineConfig) -> None:
+    """Raise `InvalidRequestError` for a client that nothing looks at."""
+    if client_id and config.scheduling_policy != "fair":
+        raise InvalidRequestError(
+            f"client_id {client_id!r:.80} has no effect under scheduling_policy "
+            f"{config.scheduling_policy!r}: start with --scheduling-policy fair",
+            parameter="client_id",
+        )

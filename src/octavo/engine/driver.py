@@ -29,12 +29,21 @@ class Driver:
         """Requests that somebody waits for."""
         return len(self._mail)
 
-    def add(self, prompt: Prompt, params: Params, kind: OutputKind, priority: int = 0) -> str:
+    def add(
+        self,
+        prompt: Prompt,
+        params: Params,
+        kind: OutputKind,
+        priority: int = 0,
+        client_id: str = "",
+    ) -> str:
         """Queue a request under a new id, which is returned. Raises as `Engine.add`."""
         request_id = str(next(self._ids))
         self._mail[request_id] = deque()
         try:
-            self._engine.add(request_id, prompt, params, priority=priority, kind=kind)
+            self._engine.add(
+                request_id, prompt, params, priority=priority, client_id=client_id, kind=kind
+            )
         except BaseException:
             del self._mail[request_id]
             raise

@@ -31,6 +31,7 @@ class Engine:
         params: Params,
         *,
         priority: int = 0,
+        client_id: str = "",
         kind: OutputKind = OutputKind.CUMULATIVE,
     ) -> None:
         """Validate, tokenize and queue one request.
@@ -40,7 +41,12 @@ class Engine:
         """
         try:
             request, text = self.inputs.process(
-                request_id, prompt, params, arrival_s=self.core.clock(), priority=priority
+                request_id,
+                prompt,
+                params,
+                arrival_s=self.core.clock(),
+                priority=priority,
+                client_id=client_id,
             )
         except CapacityError as error:
             self.core.note_refusal(request_id, error)

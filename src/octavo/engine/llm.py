@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.config import EngineConfig
 from octavo.engine.arguments import (
     as_list,
+    check_client,
     check_priority,
     conversations,
     one_of_each,
@@ -115,6 +116,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         priority: int | Sequence[int] | None = None,
+        client_id: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Complete prompts; outputs come in the prompts' order.
 
@@ -125,12 +127,14 @@ class LLM:
         priority: one number a prompt; smaller ones are admitted first under
         `scheduling_policy="priority"`, the largest preempted first under
         `preemption_victim="priority"`.
+        client_id: whose prompts they are, one for all or one each: under `scheduling_policy="fair"`
+        clients take turns.
 
         Raises before anything runs if any prompt is refused.
         """
         prompt_list = as_list(prompts)
         params_list = params_each(sampling_params, len(prompt_list))
-        return self._run(prompt_list, params_list, priority, use_tqdm)
+        return self._run(prompt_list, params_list, priority, use_tqdm, client_id)
 
     def beam_search(
         self,
@@ -178,6 +182,7 @@ class LLM:
         sampling_params: Params | None = None,
         *,
         priority: int = 0,
+        client_id: str = "",
         final_only: bool = False,
     ) -> RequestStream:
         """Complete one prompt, yielding the output so far after every step that added to it.
@@ -189,7 +194,7 @@ class LLM:
         """
         kind = OutputKind.FINAL_ONLY if final_only else OutputKind.CUMULATIVE
         params = SamplingParams() if sampling_params is None else sampling_params
-        return self._driver.stream(self._add(prompt, params, kind, priority))
+        return self._driver.stream(self._add(prompt, params, kind, priority, client_id))
 
     def stream_chat(
         self,
@@ -297,9 +302,17 @@ class LLM:
         self._built = None
         self._driver.close()
 
-    def _add(self, prompt: Prompt, params: Params, kind: OutputKind, priority: int = 0) -> str:
+    def _add(
+        self,
+        prompt: Prompt,
+        params: Params,
+        kind: OutputKind,
+        priority: int = 0,
+        client_id: str = "",
+    ) -> str:
         check_priority(priority, self.config)
-        return self._driver.add(prompt, params, kind, priority)
+        check_client(client_id, self.config)
+        return self._driver.add(prompt, params, kind, priority, client_id)
 
     def _run(
         self,
@@ -307,14 +320,16 @@ class LLM:
         params: Sequence[Params],
         priority: int | Sequence[int] | None,
         use_tqdm: bool,
+        client_id: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """All of them together; nothing runs if one is refused."""
         ranks = 0 if priority is None else priority
         priorities = one_of_each("priority", ranks, (int,), len(prompts))
+        clients = one_of_each("client_id", client_id, (str,), len(prompts))
         request_ids: list[str] = []
         try:
-            for prompt, own, rank in zip(prompts, params, priorities, strict=True):
-                request_ids.append(self._add(prompt, own, OutputKind.FINAL_ONLY, rank))
+            for prompt, own, rank, client in zip(prompts, params, priorities, clients, strict=True):
+                request_ids.append(self._add(prompt, own, OutputKind.FINAL_ONLY, rank, client))
             return self._driver.run_to_end(request_ids, use_tqdm)
         finally:
             self._driver.forget(request_ids)

@@ -255,6 +255,11 @@ class KVState:
         """The blocks themselves; to look at, and to keep a journal of."""
         return self._pool
 
+    def num_blocks_of(self, request_id: str) -> int:
+        """Blocks of the pool that a request's sequences reference now, each counted once."""
+        account = self._accounts.get(request_id)
+        return 0 if account is None else account.num_blocks
+
     def cache_stats(self) -> PrefixCacheStats:
         """What the prefix cache and the tiers did since the start; a copy."""
         return self._cache.stats.copy()

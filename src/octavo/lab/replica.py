@@ -134,6 +134,7 @@ class Replica:
             expected_output_tokens=trace.num_output,
             priority=trace.priority,
             arrival_s=arrival_s,
+            client_id=trace.client,
         )
 
     # -- time passes

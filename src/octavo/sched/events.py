@@ -43,6 +43,8 @@ class EventLog:
         self._num_begun = 0
         self._num_forgotten = 0
         self._blocked_s = -math.inf
+        self._passed: dict[str, str] = {}
+        """Requests that have not run and that others may pass -> why."""
         """When the line was last blocked."""
         self._blocked_id = ""
         """Who was the head of it."""
@@ -108,18 +110,23 @@ class EventLog:
         self._blocked_why = why
         self._num_let_in = 0
 
+    def passed(self, request_id: str, why: str) -> None:
+        """The head of a client's line may not come in, but others pass it."""
+        self._passed[request_id] = why
+
     def wait_over(
         self, request_id: str, arrival_s: float, now_s: float, *, aborted: bool = False
     ) -> None:
         """A request that had not run before left the line. An event if it was in it when the
         line was blocked."""
-        if not self._has_waited(arrival_s, now_s):
+        if request_id not in self._passed and not self._has_waited(arrival_s, now_s):
             return
         why = self._why_waiting(request_id, self._num_let_in) + " (the last reason)"
         if aborted:
             why += "; aborted"
         else:
             self._num_let_in += 1
+        self._passed.pop(request_id, None)
         event = _wait(request_id, arrival_s, why)
         self._close(self._next_serial(), _ended(event, now_s))
 
@@ -141,7 +148,7 @@ class EventLog:
         numbered += {p.serial: (p.serial, p.event) for p in self._preemptions.values()}.values()
         numbered += [(serial, event) for _, serial, event in self._raises]
         for num_ahead, (waiting_id, arrival_s) in enumerate(waiting):
-            if self._has_waited(arrival_s, now_s):
+            if waiting_id in self._passed or self._has_waited(arrival_s, now_s):
                 why = self._why_waiting(waiting_id, num_ahead)
                 numbered.append((self._num_begun, _wait(waiting_id, arrival_s, why)))
         numbered.sort(key=lambda entry: (entry[1].time_s, entry[0]))
@@ -156,6 +163,8 @@ class EventLog:
         return arrival_s <= self._blocked_s and arrival_s < now_s
 
     def _why_waiting(self, request_id: str, num_ahead: int) -> str:
+        if request_id in self._passed:
+            return self._passed[request_id]
         if request_id == self._blocked_id:
             return self._blocked_why
         others = "" if num_ahead <= 1 else f"{num_ahead} others, first "
@@ -189,6 +198,17 @@ def no_room(num_tokens: int, num_blocks: int, num_free: int, num_kept: int) -> s
     """Why the head of the line is blocked: the pool. Numbers of blocks but for the first."""
     text = f"its {num_tokens} tokens need up to {num_blocks} blocks, {num_free} are free"
     return f"{text} and {num_kept} of them are kept for those who run" if num_kept else text
+
+
+def over_share(
+    client_id: str, num_held: int, num_needed: int, share: float, num_blocks: int
+) -> str:
+    """Why a request is passed in the line: its client's share of the pool."""
+    most = int(share * num_blocks)
+    return (
+        f"client {client_id or 'without a name'} holds {num_held} blocks, it needs {num_needed} "
+        f"more, and {share:.0%} of the {num_blocks} are {most}: others may pass"
+    )
 
 
 def no_seat(num_seqs: int, max_num_seqs: int) -> str:

@@ -15,8 +15,8 @@ def place_in_line(
 ) -> tuple[int, int, int]:
     """A sequence's place, unique: smaller is served first.
 
-    fcfs: by arrival. priority: smaller `priority` first, ties by arrival. `arrival` numbers the
-    requests in the order in which they were added.
+    fcfs, and fair among the requests of one client: by arrival. priority: smaller `priority` first,
+    ties by arrival. `arrival` numbers the requests in the order in which they were added.
     """
     return (request.priority if policy == "priority" else 0, arrival, sample_index)
 
@@ -38,6 +38,18 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         """In order; for reports (it sorts)."""
         return (seq for _, seq in sorted(self._heap) if seq.seq_id in self._waiting)
+
+    is_shifting = False
+    """Whether who is next may change while nobody comes or goes."""
+
+    @property
+    def passed(self) -> dict[str, str]:
+        """Nobody is."""
+        return {}
+
+    def has(self, seq: Sequence) -> bool:
+        """Whether a sequence waits here."""
+        return seq.seq_id in self._waiting
 
     def push(self, seq: Sequence) -> None:
         """Put a sequence at its place."""

@@ -12,7 +12,8 @@ from octavo.kv.policy import Preempted, SeqDemand
 from octavo.outputs import RequestMetrics
 from octavo.request import FinishReason, Request
 from octavo.sched.beams import BeamState
-from octavo.sched.events import EventLog
+from octavo.sched.events import EventLog, over_share
+from octavo.sched.fair import ClientQueue, Clients
 from octavo.sched.groups import BeamSearch
 from octavo.sched.queues import WaitingQueue, place_in_line
 from octavo.sched.sequence import (
@@ -22,6 +23,7 @@ from octavo.sched.sequence import (
     SequenceStatus,
     SeqUpdate,
 )
+from octavo.util import cdiv
 
 
 class Roster:
@@ -33,7 +35,10 @@ class Roster:
         self._policy: SchedulingPolicy = policy
         self.groups: dict[str, SequenceGroup] = {}
         self.sequences: dict[int, Sequence] = {}
-        self.waiting = WaitingQueue()
+        self.clients = Clients()
+        self.waiting: WaitingQueue | ClientQueue = WaitingQueue()
+        if policy == "fair":
+            self.waiting = self._by_client()
         self.running: list[Sequence] = []
         """In order of places: the beams of a request stand side by side."""
         self.to_forget: list[int] = []
@@ -62,7 +67,39 @@ class Roster:
     @property
     def may_pass(self) -> bool:
         """Whether who comes later may stand before others in line."""
-        return self._policy != "fcfs"
+        return self._policy != "fcfs" or isinstance(self.waiting, ClientQueue)
+
+    def _by_client(self) -> ClientQueue:
+        return ClientQueue(self.clients, self.why_over_share, is_fair=self._policy == "fair")
+
+    def why_over_share(self, group: SequenceGroup) -> str | None:
+        """Why a request may not begin now: its client holds its share of the pool; None: it may.
+        Who holds nothing may, whatever it needs."""
+        share = group.request.max_kv_share
+        if share is None:
+            return None
+        account = self.clients.of(group)
+        num_held = sum(self._kv.num_blocks_of(g.request.request_id) for g in account.live)
+        num_needed = cdiv(len(group.request.prompt_token_ids), self._kv.block_size)
+        num_blocks = self._kv.num_blocks
+        if not num_held or num_held + num_needed <= share * num_blocks:
+            return None
+        return over_share(account.client_id, num_held, num_needed, share, num_blocks)
+
+    def client_service(self) -> dict[str, float]:
+        """By client what it has got, in weighted tokens (`sched.fair`)."""
+        return {account.client_id: account.service for account in self.clients}
+
+    def client_blocks(self) -> dict[str, int]:
+        """By client with live requests the blocks that these hold; one that several of them share
+        counts for each."""
+        return {
+            account.client_id: sum(
+                self._kv.num_blocks_of(group.request.request_id) for group in account.live
+            )
+            for account in self.clients
+            if account.live
+        }
 
     @property
     def num_reserved_seats(self) -> int:
@@ -83,6 +120,11 @@ class Roster:
         stats = RequestStats(RequestMetrics(arrival_s=request.arrival_s), num_seqs=request.n)
         group = SequenceGroup(request, max_total_tokens, stats, num_unfinished=request.n)
         self.groups[request.request_id] = group
+        self.clients.add(group)
+        if request.max_kv_share is not None and isinstance(self.waiting, WaitingQueue):
+            line, self.waiting = self.waiting, self._by_client()
+            for seq in line:
+                self.waiting.push(seq)
         place = place_in_line(self._policy, request, self._num_arrivals, 0)
         self._num_arrivals += 1
         if request.beam is not None:
@@ -130,6 +172,9 @@ class Roster:
             self.log.back(seq.seq_id, self.now_s)
         seq.has_run = True
         self._run(seq)
+        if not group.has_begun:
+            group.has_begun = True
+            group.num_charged_tokens = len(seq.token_ids) - seq.num_computed_tokens
         if group.stats.metrics.first_scheduled_s is None:
             group.stats.metrics.first_scheduled_s = self.now_s
             self.num_prompt_tokens += len(group.request.prompt_token_ids)
@@ -281,6 +326,7 @@ class Roster:
         group.stats.metrics.finished_s = self.now_s
         group.stats.kv = self._kv.close_request(request_id)
         del self.groups[request_id]
+        self.clients.close(group)
         if self.ended is not None:
             self.ended.append(group.stats)
 
@@ -288,6 +334,8 @@ class Roster:
         """While nobody runs or waits: forget requests that are here all the same, and have the
         runner told. What they hold in the pool stays held. Returns their ids."""
         assert not self.running and not self.waiting
+        for group in self.groups.values():
+            self.clients.close(group)
         lost, self.groups = list(self.groups), {}
         for seq in self.sequences.values():
             seq.status = SequenceStatus.ENDED

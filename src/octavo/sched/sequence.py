@@ -91,6 +91,10 @@ class SequenceGroup:
     """By id, in order of sample indices: those that no plan has named."""
     expected: dict[int, Sequence] = field(default_factory=dict)
     """By id: those forked in a plan whose result is not here, without blocks yet."""
+    has_begun: bool = False
+    """Whether one of its sequences has ever run."""
+    num_charged_tokens: int = 0
+    """Prompt tokens that were computed when it began: what its client is charged for them."""
     has_forked: bool = False
     """Whether the whole prompt was computed by a carrier, so that its logprobs are known."""
     search: BeamSearch | None = None

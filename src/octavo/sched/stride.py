@@ -68,7 +68,7 @@ class Strider:
         """The quiet steps that come next; None if the next step has to be planned."""
         roster = self._roster
         running = roster.running
-        if not running or roster.news:
+        if not running or roster.news or roster.waiting.is_shifting:
             return None
         most = self._pressure.most_quiet_steps()
         num_tokens = 0

@@ -166,6 +166,19 @@ def test_too_slow_a_start_is_ended(tiny_model_path: Path, monkeypatch: pytest.Mo
     os.rmdir(folder)
 
 
+def test_nothing_is_left_on_disk(
+    tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "temp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temp"))
+
+    async def look(engine: AsyncEngine) -> None:
+        assert os.listdir(tmp_path / "temp") == [], "not even while it runs: it may be killed"
+        assert (await whole(engine.submit("a", "hello", SHORT))).finished
+
+    run(config_of(tiny_model_path), look, build=NULL)
+
+
 def test_frames(tiny_model_path: Path) -> None:
     async def watch(engine: AsyncEngine) -> None:
         stream = engine.submit("a", [1] * 40, LONG)

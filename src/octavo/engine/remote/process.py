@@ -44,7 +44,7 @@ class EngineProcess:
         self._decode = wire.decoder_of_front().decode
         self._process: asyncio.subprocess.Process | None = None
         self._waiting: asyncio.Task[None] | None = None
-        self._is_closed = False
+        self._is_closed = self._is_connected = False
         self._is_planned = False
         self.end = ""
         """How the process ended; empty while it runs."""
@@ -101,6 +101,9 @@ class EngineProcess:
                 message = self._from_engine.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            if not self._is_connected:  # both ways: it speaks when it was spoken to
+                self._is_connected = True
+                self._remove_folder()  # nothing is left on disk, however this process ends
             try:
                 self._on_message(self._decode(message))
             except Exception:  # what follows must be taken all the same
@@ -146,6 +149,9 @@ class EngineProcess:
         if self._process is not None:
             asyncio.get_running_loop().remove_reader(self._descriptor)
         self._context.destroy(linger=0)
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
