@@ -45,7 +45,10 @@ def make_request(request_id: str, num_prompt: int, **fields: object) -> Request:
 
 def make_beams(request_id: str, num_prompt: int, width: int, **fields: object) -> Request:
     """A request that is decoded by beam search. `eos_token_ids`, `like`, `differs_at` as above."""
-    of_request = ("eos_token_ids", "like", "differs_at", "priority", "arrival_s", "cache_salt")
+    of_request = (
+        "eos_token_ids", "like", "differs_at", "priority", "arrival_s", "cache_salt", "client_id",
+        "max_kv_share",
+    )  # fmt: skip
     others = {name: fields.pop(name) for name in of_request if name in fields}
     params = BeamSearchParams(beam_width=width, **fields)  # type: ignore[arg-type]
     return make_request(

@@ -198,6 +198,7 @@ def _listen(port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(("127.0.0.1", port))
+        sock.listen()  # who comes before the page is served waits
     except OSError as error:
         sock.close()
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
