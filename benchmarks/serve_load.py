@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -28,6 +29,8 @@ import psutil
 _ADMIN = {"Authorization": "Bearer administrator"}
 _KEY = {"Authorization": "Bearer some-client"}
 _NUM_COMPARED = 48
+_MOST_GROWTH = 2.0
+"""MiB a minute, over the second half of the run: a short run grows more, by what it warms up."""
 _WORDS = (
     "the",
     "of",
@@ -111,6 +114,8 @@ class Load:
     async def _leave(self, session: aiohttp.ClientSession) -> None:
         async with session.post(f"{self.url}/v1/completions", json=self._body(n=2)) as response:
             self._status("left", response.status, 200)
+            if response.status != 200:
+                return
             await self._read(response, most=self._rng.randint(1, 6))
             response.close()  # the connection, too
         self.endings["left"] += 1
@@ -177,8 +182,9 @@ class Watch:
         begun_s = time.monotonic()
         while True:
             server = psutil.Process(self._pid)
-            engine = sum(child.memory_info().rss for child in server.children(recursive=True))
-            self.rows.append((time.monotonic() - begun_s, server.memory_info().rss, engine))
+            with contextlib.suppress(psutil.NoSuchProcess):  # an engine that is started again
+                engine = sum(child.memory_info().rss for child in server.children(recursive=True))
+                self.rows.append((time.monotonic() - begun_s, server.memory_info().rss, engine))
             await asyncio.sleep(1)
 
     def growth(self, column: int) -> tuple[float, float]:
@@ -221,8 +227,16 @@ async def _run(args: argparse.Namespace, url: str, pid: int) -> int:
     print(f"pool: {num_slots:,} slots = cached {ledger['cached']:,} + free {ledger['free']:,}: "
           f"{'drained' if is_drained else 'NOT DRAINED'}; leaks found: {len(leaks)}")  # fmt: skip
     print("\n".join(preempted))
-    different = _compare(args, load.greedy)
-    print(f"greedy answers unlike the offline engine's: {different} of {_NUM_COMPARED}")
+    different, num_compared = _compare(args, load.greedy)
+    print(f"greedy answers unlike the offline engine's: {different} of {num_compared}")
+    if num_compared < _NUM_COMPARED:
+        load.wrong.append(f"only {num_compared} answers came whole")
+    for needed in ("stream: 200", "abort: 200", "bad JSON: 400", "large body: 413"):
+        if not load.statuses[needed]:
+            load.wrong.append(f"never met: {needed}")
+    for name, column in (("server", 1), ("engine", 2)):
+        if watch.growth(column)[1] > _MOST_GROWTH:
+            load.wrong.append(f"the memory of the {name} grows")
     for wrong, num in Counter(load.wrong).most_common(8):
         print(f"WRONG x {num}: {wrong}")
     return 1 if load.wrong or not is_drained or leaks or different else 0
@@ -240,8 +254,8 @@ async def _drained(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
     return report
 
 
-def _compare(args: argparse.Namespace, greedy: dict[str, tuple[int, str]]) -> int:
-    """How many of some answers the offline engine gives otherwise."""
+def _compare(args: argparse.Namespace, greedy: dict[str, tuple[int, str]]) -> tuple[int, int]:
+    """(How many of some answers the offline engine gives otherwise, of how many)."""
     from octavo import LLM, SamplingParams
 
     chosen = list(greedy.items())[:: max(1, len(greedy) // _NUM_COMPARED)][:_NUM_COMPARED]
@@ -249,7 +263,8 @@ def _compare(args: argparse.Namespace, greedy: dict[str, tuple[int, str]]) -> in
         params = [SamplingParams(temperature=0, max_tokens=num) for _, (num, _) in chosen]
         outputs = llm.generate([prompt for prompt, _ in chosen], params, use_tqdm=False)
     pairs = zip(outputs, chosen, strict=True)
-    return sum(output.outputs[0].text != text for output, (_, (_, text)) in pairs)
+    different = sum(output.outputs[0].text != text for output, (_, (_, text)) in pairs)
+    return different, len(chosen)
 
 
 def main() -> int:

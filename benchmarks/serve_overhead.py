@@ -3,8 +3,8 @@
     python benchmarks/serve_overhead.py [--num 96] [--clients 64] [--rounds 3]
 
 Three questions. The share of offline output tokens/s that a server reaches with so many streams at
-a time (offline: `LLM.generate` with `max_num_seqs` of as many). The time that a token is later at
-its client than at the engine, with so many streams. And, with a null model (no time is spent on
+a time (offline: `LLM.generate` with `max_num_seqs` of as many). How much later a token is at its
+client than at the engine, with so many streams. And, with a null model (no time is spent on
 computing), how many streamed tokens a second server and client manage on this machine.
 """
 
@@ -13,13 +13,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import uvloop
 
 from octavo.bench.serve.arrivals import random_arrivals
 from octavo.bench.serve.client import Timeline
@@ -27,6 +32,7 @@ from octavo.bench.serve.load import Target, run_load, wait_ready
 from octavo.bench.serve.prompts import in_words, make_jobs
 from octavo.bench.workload import Sample, random_workload
 
+T = TypeVar("T")
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _HERE = Path(__file__).parent
 _NULL = """
@@ -53,8 +59,6 @@ def offline(samples: list[Sample], clients: int) -> float:
         "    llm.generate([p for p, _ in work], [params(n) for _, n in work], use_tqdm=False)\n"
         "    print(sum(n for _, n in work) / (time.perf_counter() - begun))\n"
     )
-    import json
-
     work = json.dumps([(s.prompt_token_ids, s.output_len) for s in samples])
     run = subprocess.run(
         [sys.executable, "-c", code], input=work, text=True, capture_output=True, check=True
@@ -96,22 +100,39 @@ async def served(url: str, samples: list[Sample], clients: int) -> tuple[list[Ti
     return lines, sum(line.num_output for line in lines) / seconds
 
 
-async def delay(url: str, clients: int, num_tokens: int) -> float:
-    """Median seconds a token takes from the engine to its client: a client's mean time of a token,
-    less the engine's own (`vllm:request_time_per_output_token_seconds`), over equal streams."""
+async def delay(url: str, clients: int, num_tokens: int) -> tuple[float, float]:
+    """Seconds that a first token, and a last one, are later at their client than at the engine: the
+    clients' mean times from sending, less the engine's own from arrival (`/metrics`), over streams
+    that begin 50 ms apart, so that all run side by side without having come at once. What a request
+    takes to be read is in both."""
     samples = [Sample([1000 + i * 7 + j for j in range(32)], num_tokens) for i in range(clients)]
-    lines, _ = await served(url, samples, clients)
-    own = [line.tpot_s for line in lines if line.tpot_s is not None]
-    import aiohttp
+    target = Target(base_url=url, headers={})
+    model = await wait_ready(target, 120)
+    jobs = make_jobs(
+        samples, [0.05 * i for i in range(clients)], endpoint=target.endpoint, model=model,
+        ignore_eos=True, temperature=0.0, tokenizer=None, extra_body={},
+    )  # fmt: skip
+    await run_load(target, jobs[:1], max_concurrency=None, on_end=lambda _: None)
+    before = await _times(url)
+    lines = await run_load(target, jobs, max_concurrency=None, on_end=lambda _: None)
+    after = await _times(url)
+    firsts = statistics.mean(line.chunk_s[0] - line.sent_s for line in lines)
+    lasts = statistics.mean(line.chunk_s[-1] - line.sent_s for line in lines)
+    own = [(a - b) / clients for a, b in zip(after, before, strict=True)]
+    return firsts - own[0], lasts - own[1]
 
+
+async def _times(url: str) -> list[float]:
+    """Sums of the engine's times to the first token, and to the end."""
     async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
         rows = (await response.text()).splitlines()
-    name = "vllm:request_time_per_output_token_seconds"
-    total, count = (
-        float(next(row for row in rows if row.startswith(f"{name}{end}")).split()[-1])
-        for end in ("_sum", "_count")
-    )
-    return statistics.mean(own) - total / count
+    names = ("vllm:time_to_first_token_seconds_sum", "vllm:e2e_request_latency_seconds_sum")
+    return [float(next(r for r in rows if r.startswith(name)).split()[-1]) for name in names]
+
+
+def _run(what: Coroutine[Any, Any, T]) -> T:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(what)
 
 
 def main() -> int:
@@ -128,18 +149,21 @@ def main() -> int:
     for _ in range(args.rounds):
         alone = offline(samples, args.clients)
         with server(args.port, args.clients, null=False) as url:
-            _, rate = asyncio.run(served(url, samples, args.clients))
+            _, rate = _run(served(url, samples, args.clients))
         ratios.append(rate / alone)
         print(f"offline {alone:,.1f}, served {rate:,.1f} output tokens/s: {ratios[-1]:.3f}")
     print(f"median share of offline: {statistics.median(ratios):.3f}")
     with server(args.port, args.clients, null=False) as url:
-        seconds = asyncio.run(delay(url, args.clients, 64))
-    print(f"a token is {1e3 * seconds:.2f} ms later at its client, {args.clients} streams")
+        first_s, last_s = _run(delay(url, args.clients, 200))
+    print(
+        f"{args.clients} streams: the first token is {1e3 * first_s:.2f} ms later at its client "
+        f"than at the engine, the last {1e3 * last_s:.2f} ms (reading the request is in both)"
+    )
     long = [Sample([1000 + i * 7 + j for j in range(32)], 400) for i in range(4 * args.clients)]
     rates = []
     with server(args.port, args.clients, null=True) as url:
         for _ in range(args.rounds):
-            lines, rate = asyncio.run(served(url, long, args.clients))
+            lines, rate = _run(served(url, long, args.clients))
             chunks = sum(len(line.chunk_s) for line in lines)
             rates.append(rate)
             print(

@@ -11,7 +11,9 @@ with 64 streams, and stopped; then the next one. Prompts are text: not every ser
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -45,12 +47,15 @@ def measure(name: str, args: argparse.Namespace, streams: int, out: Path) -> boo
         sys.executable, "-m", "octavo", "bench", "serve", "--base-url",
         f"http://127.0.0.1:{args.port}", "--tokenizer", str(args.model), "--dataset",
         str(args.dataset), "--num-prompts", str(args.num), "--max-model-len", "1024",
-        "--prompt-kind", "text", "--max-concurrency", str(streams), "--ignore-eos",
+        "--prompt-kind", "text", "--max-concurrency", str(streams), "--seed", str(streams),
         "--num-warmups", "2", "--ready-check-timeout-sec", "600", "--label", name, "--save-result",
         str(out), "--timeout-s", "900",
     ]  # fmt: skip
-    if name == "transformers":
-        command += ["--model", str(args.model)]
+    if name == "transformers":  # it knows no ignore_eos, but a generation config
+        config = '{"generation_config": "{\\"eos_token_id\\": -1}"}'
+        command += ["--model", str(args.model), "--extra-body", config]
+    else:
+        command.append("--ignore-eos")
     return subprocess.run(command, check=False).returncode == 0
 
 
@@ -76,7 +81,13 @@ def main() -> int:
             env = {**os.environ, **(_ENV if name != "octavo" else {}), "PATH": path}
             if name != "octavo":
                 env.pop("PYTHONPATH", None)
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
+            try:
+                process = subprocess.Popen(
+                    command, stdout=log, stderr=log, env=env, start_new_session=True
+                )
+            except FileNotFoundError:
+                print(f"{name} is not here: there is no {command[0]}")
+                continue
             try:
                 for streams in args.streams:
                     out = args.out / f"{name}-{streams}.json"
@@ -86,10 +97,10 @@ def main() -> int:
                         print(f"{name} did not answer with {streams} streams: see {log.name}")
             finally:
                 process.terminate()
-                try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(30)
-                except subprocess.TimeoutExpired:
-                    process.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # and its children
     for streams, files in results.items():
         print(f"\n{streams} streams")
         if files:

@@ -36,6 +36,7 @@ class FakeServer:
         self.most_at_once = self._num_now = 0
         self.fails = lambda number: False
         self.stops_early = False
+        self.ends_with = b"data: [DONE]\n\n"
         self.url = ""
         self._ready, self._loop = threading.Event(), asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -94,7 +95,7 @@ class FakeServer:
         await response.write(
             b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n"
         )
-        await response.write(b"data: [DONE]\n\n")
+        await response.write(self.ends_with)
         return response
 
 
@@ -166,6 +167,16 @@ def test_errors_and_short_answers_are_told(bench: Any, fake: FakeServer) -> None
     bench("--num-prompts", "4", "--max-errors", "0", status=1)
 
 
+def test_an_answer_that_is_cut_off_is_an_error(bench: Any, fake: FakeServer) -> None:
+    flags = ("--num-prompts", "2", "--random-output-len", "2", "--num-warmups", "0")
+    fake.ends_with = b'data: {"choices": [{"text": "", "finish_reason": "length"}]}\n\n'
+    assert bench(*flags)["num_completed"] == 2, "some servers send no end mark"
+    fake.ends_with = b""
+    assert bench(*flags, status=1)["errors"] == {"cut off": 2}
+    fake.ends_with = b'data: {"error": {"message": "x"}}\n\ndata: [DONE]\n\n'
+    assert bench(*flags, status=1)["errors"] == {"error in stream": 2}
+
+
 def test_chat_sends_text(bench: Any, fake: FakeServer, capsys: Any) -> None:
     flags = ("--endpoint", "/v1/chat/completions", "--num-prompts", "2", "--random-input-len", "6")
     bench(*flags, "--prompt-kind", "text", "--random-range-ratio", "0", "--extra-body", '{"k": 1}')
@@ -200,7 +211,7 @@ def test_arrivals_have_the_rate_and_the_spread() -> None:
     assert random_arrivals(5, math.inf, 1.0, 0) == [0.0] * 5
     assert random_arrivals(50, 3.0, 1.0, 7) == random_arrivals(50, 3.0, 1.0, 7)
     for rate, burstiness in ((0, 1), (-1, 1), (1, 0), (1, math.inf), (math.nan, 1)):
-        with pytest.raises(InvalidRequestError, match="--request-rate|--burstiness"):
+        with pytest.raises(InvalidRequestError, match=r"--request-rate|--burstiness"):
             random_arrivals(3, rate, burstiness, 0)
 
 
@@ -250,6 +261,9 @@ def test_compare_puts_ratios_beside_the_first(tmp_path: Path, capsys: Any) -> No
     assert row.split() == ["output", "tokens/s", "10.0", "20.0", "2.00", "x"]
     assert main(["bench", "serve", "--compare", *map(str, paths)]) == 0
     assert "one" in capsys.readouterr().out
+    other = json.loads(paths[1].read_text()) | {"settings": {"ignore_eos": True}}
+    paths[1].write_text(json.dumps(other | {"workload": "v"}))
+    assert "not the same workload: w, v" in compare(paths)
     paths[1].write_text("{}")
     with pytest.raises(InvalidRequestError, match="no result"):
         compare(paths)

@@ -171,7 +171,7 @@ def workloads(draw: st.DrawFn) -> tuple[list[TraceRequest], SimConfig]:
         num_host_blocks=draw(st.sampled_from([0, 0, 6, 100])) if is_paged else 0,
         preemption_mode=draw(st.sampled_from(["recompute", "swap", "auto"])),
         preemption_victim=draw(st.sampled_from(["last-come", "lowest-cost", "priority"])),
-        scheduling_policy=draw(st.sampled_from(["fcfs", "priority"])),
+        scheduling_policy=draw(st.sampled_from(["fcfs", "priority", "fair"])),
         watermark=draw(st.sampled_from([0.0, 0.01, 0.1])),
     )
     now_s, requests = 0.0, []
@@ -182,6 +182,7 @@ def workloads(draw: st.DrawFn) -> tuple[list[TraceRequest], SimConfig]:
         beams = draw(st.sampled_from([0, 0, 0, 0, 2]))
         requests.append(
             TraceRequest(
+                client=draw(st.sampled_from(["", "a", "b"])),
                 num_input=num_input,
                 num_output=draw(st.integers(1, max_len - num_input)) + draw(too_much),
                 arrival_s=now_s,

@@ -93,8 +93,7 @@ def test_who_comes_back_is_lifted_and_does_not_catch_up() -> None:
         one.add("b")  # a has got 24 or more by now: b counts as having got as much
     one.drain()
     later = "".join(name[0] for name in one.order[2:])
-    assert later in ("abababbb"[:6] + "bb", "ababbb", "babab" + "b"), later
-    assert later.startswith(("ab", "ba")) and "bbb" not in later[:4]
+    assert sorted(later[:4]) == ["a", "a", "b", "b"], f"they take turns from then on: {later}"
     assert one.service()["b"] == 4 * 12.0, "lifting is no service"
 
 
@@ -193,6 +192,34 @@ def test_samples_of_one_request_do_not_wait_for_each_other() -> None:
     assert one.ended.count("a1") == 4 and "a2" in one.ended
 
 
+def test_many_samples_of_one_request_do_not_pass_others() -> None:
+    one = Driver(num_blocks=64, seats=2)
+    one.add("a", num_input=4, num_output=8, n=30)
+    one.step()
+    one.add("b", num_input=4, num_output=4)
+    while "b2" not in one.ended:
+        one.step()
+    assert one.service()["a"] < 8 * 2 * 8, "b was served after a few of a's samples, not all"
+    one.drain()
+    assert one.ended.count("a1") == 30
+
+
+def test_the_reason_of_waiting_is_the_one_of_now() -> None:
+    one = Driver(num_blocks=16, seats=2)
+    one.add("a", num_input=8, num_output=4, max_kv_share=0.2)
+    one.add("a", num_input=8, num_output=4, max_kv_share=0.2)
+    one.step()
+    assert "client a holds" in one.scheduler.events("a2")[0].why
+    for _ in range(2):
+        one.add("b", num_input=4, num_output=12)
+    while "a1" not in one.ended:
+        one.step()
+    one.step()
+    (event,) = one.scheduler.events("a2")
+    assert event.until_s is not None or "client a holds" not in event.why
+    one.drain()
+
+
 def test_thousands_of_idle_clients_are_forgotten() -> None:
     one = Driver(num_blocks=64, seats=8)
     for number in range(5000):
@@ -200,7 +227,7 @@ def test_thousands_of_idle_clients_are_forgotten() -> None:
         if number % 8 == 7:
             one.step()
     one.drain()
-    assert len(one.service()) <= 2 * 1024 + 1
+    assert len(one.service()) <= 2 * 1024 + 256
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])

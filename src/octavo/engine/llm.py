@@ -143,6 +143,7 @@ class LLM:
         use_tqdm: bool = False,
         *,
         priority: int | Sequence[int] | None = None,
+        client_id: str | Sequence[str] = "",
     ) -> list[BeamSearchOutput]:
         """The best continuations of prompts; all prompts run together, each step of all their beams
         is one batch. params: one for all, or one for each.
@@ -151,7 +152,7 @@ class LLM:
         """
         prompt_list = as_list(prompts)
         params_list = one_of_each("params", params, (BeamSearchParams,), len(prompt_list))
-        outputs = self._run(prompt_list, params_list, priority, use_tqdm)
+        outputs = self._run(prompt_list, params_list, priority, use_tqdm, client_id)
         with_text = self.get_tokenizer() is not None
         return [beams_of(output, with_text=with_text) for output in outputs]
 
@@ -165,16 +166,19 @@ class LLM:
         add_generation_prompt: bool = True,
         cache_salt: str = "",
         priority: int | Sequence[int] | None = None,
+        client_id: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them through the model's chat template.
 
-        sampling_params, priority: as of `generate`, for each conversation.
+        sampling_params, priority, client_id: as of `generate`, for each conversation.
         """
         prompts = [
             self._chat_prompt(conversation, chat_template, add_generation_prompt, cache_salt)
             for conversation in conversations(messages)
         ]
-        return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
+        return self.generate(
+            prompts, sampling_params, use_tqdm, priority=priority, client_id=client_id
+        )
 
     def stream(
         self,
@@ -205,11 +209,14 @@ class LLM:
         add_generation_prompt: bool = True,
         cache_salt: str = "",
         priority: int = 0,
+        client_id: str = "",
         final_only: bool = False,
     ) -> RequestStream:
         """`stream` for one conversation."""
         prompt = self._chat_prompt(messages, chat_template, add_generation_prompt, cache_salt)
-        return self.stream(prompt, sampling_params, priority=priority, final_only=final_only)
+        return self.stream(
+            prompt, sampling_params, priority=priority, client_id=client_id, final_only=final_only
+        )
 
     def abort_sample(self, request_id: str, index: int) -> bool:
         """End one of a streamed request's `n` samples; the others go on. False if it has ended.

@@ -72,7 +72,7 @@ class Stage:
         return frame
 
     def block(self, block_id: int) -> dict[str, Any]:
-        """See `PoolWatch.block`. Simulated tokens are numbers without meaning: they are left out."""
+        """See `PoolWatch.block`. Without tokens: simulated ones have no meaning."""
         return self._watch.block(block_id) | {"token_ids": []}
 
     def close(self) -> None:

@@ -42,9 +42,9 @@ class EventLog:
         """(Watermark, serial, event) of each level that was raised and not taken back."""
         self._num_begun = 0
         self._num_forgotten = 0
-        self._blocked_s = -math.inf
         self._passed: dict[str, str] = {}
-        """Requests that have not run and that others may pass -> why."""
+        """Requests that have not run and that others pass now -> why."""
+        self._blocked_s = -math.inf
         """When the line was last blocked."""
         self._blocked_id = ""
         """Who was the head of it."""
@@ -110,9 +110,9 @@ class EventLog:
         self._blocked_why = why
         self._num_let_in = 0
 
-    def passed(self, request_id: str, why: str) -> None:
-        """The head of a client's line may not come in, but others pass it."""
-        self._passed[request_id] = why
+    def passed(self, reasons: dict[str, str]) -> None:
+        """Heads of clients' lines that may not come in now, while others pass them."""
+        self._passed = reasons
 
     def wait_over(
         self, request_id: str, arrival_s: float, now_s: float, *, aborted: bool = False

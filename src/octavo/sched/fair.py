@@ -21,6 +21,8 @@ OUTPUT_WEIGHT = 2.0
 """Of a token generated."""
 _MAX_IDLE = 1024
 """Clients without a request whose counters are kept."""
+_FORGET_EVERY = 256
+"""Requests that end between two looks for idle clients."""
 
 Held = Callable[[SequenceGroup], str | None]
 """Why a request may not begin now for its client's share of the pool; None: it may."""
@@ -42,6 +44,9 @@ class ClientAccount:
     lifted: float = 0.0
     """What its counter was raised by when it came back: service that it did not get."""
     live: dict[SequenceGroup, None] = field(default_factory=dict)
+    """Its requests that have begun and not ended: those that wait have got nothing."""
+    num_requests: int = 0
+    """Its requests that have not ended."""
 
     @property
     def service(self) -> float:
@@ -59,17 +64,25 @@ class Clients:
 
     def __init__(self) -> None:
         self._accounts: dict[str, ClientAccount] = {}
+        self._num_closed = 0
 
     def add(self, group: SequenceGroup) -> None:
         """A request has come."""
+        self.of(group).num_requests += 1
+
+    def begin(self, group: SequenceGroup) -> None:
+        """A request runs for the first time."""
         self.of(group).live[group] = None
 
     def close(self, group: SequenceGroup) -> None:
         """A request has ended."""
         account = self.of(group)
-        del account.live[group]
-        account.ended += service_of(group)
-        if len(self._accounts) > 2 * _MAX_IDLE:
+        account.num_requests -= 1
+        if group in account.live:
+            del account.live[group]
+            account.ended += service_of(group)
+        self._num_closed += 1
+        if self._num_closed % _FORGET_EVERY == 0 and len(self._accounts) > 2 * _MAX_IDLE:
             self._forget()
 
     def of(self, group: SequenceGroup) -> ClientAccount:
@@ -85,7 +98,7 @@ class Clients:
 
     def _forget(self) -> None:
         """Who got least would be lifted when it comes back: its counter need not be kept."""
-        idle = sorted((a for a in self if not a.live), key=lambda a: a.counter)
+        idle = sorted((a for a in self if not a.num_requests), key=lambda a: a.counter)
         for account in idle[: max(0, len(idle) - _MAX_IDLE)]:
             del self._accounts[account.client_id]
 
@@ -93,8 +106,8 @@ class Clients:
 class ClientQueue:
     """Waiting sequences by client, in the place of `WaitingQueue`.
 
-    Sequences of requests that have begun come before all others: they were preempted, or wait for
-    each other. Of the rest the head of each client's line is looked at: under `is_fair` the client
+    Sequences that have run come before all others, and so do beams, which wait for each other. Of
+    the rest the head of each client's line is looked at: under `is_fair` the client
     with the smallest counter comes first, otherwise the smallest place. A client that may hold no
     more of the pool is passed. Amortized O(log clients) a change, and as much for each client that
     is passed.
@@ -129,7 +142,7 @@ class ClientQueue:
 
     def push(self, seq: Sequence) -> None:
         """Put a sequence at its place."""
-        if seq.group.has_begun:
+        if seq.has_run or (seq.search is not None and seq.group.has_begun):
             self._begun.push(seq)
             return
         client_id = seq.group.request.client_id
@@ -147,9 +160,8 @@ class ClientQueue:
         """It was not in line: it counts as having got as much as the least served who is, or who
         was last."""
         floor = 0.0
-        if self._lines:
-            heads = (line.head() for line in self._lines.values())
-            floor = min(self._counter(head) for head in heads if head is not None)
+        if self._refresh() is not None:
+            floor = self._order[0][0]
         elif self._last is not None:
             floor = self._last.counter
         account.lifted += max(0.0, floor - account.counter)
@@ -164,30 +176,33 @@ class ClientQueue:
             return fresh if begun is None else begun
         return begun if self._is_fair or begun.place < fresh.place else fresh
 
-    def _fresh_head(self) -> Sequence | None:
-        order, aside = self._order, []
-        self.passed = {}
-        found = None
+    def _refresh(self) -> Sequence | None:
+        """Bring the top of the heap up to date: the head of that client's line, if there is one.
+        Counters only grow, so that a top which is right is the least."""
+        order = self._order
         while order:
-            counter, place, client_id = order[0]
-            line = self._lines.get(client_id)
+            line = self._lines.get(order[0][2])
             seq = None if line is None else line.head()
             if seq is None:
                 heapq.heappop(order)
                 continue
-            now = (self._counter(seq), seq.place, client_id)
-            if now != (counter, place, client_id):
-                heapq.heapreplace(order, now)
-                continue
+            now = (self._counter(seq), seq.place, seq.group.request.client_id)
+            if now == order[0]:
+                return seq
+            heapq.heapreplace(order, now)
+        return None
+
+    def _fresh_head(self) -> Sequence | None:
+        self.passed, aside = {}, []
+        while (seq := self._refresh()) is not None:
             why = self._held(seq.group)
             if why is None:
-                found = seq
                 break
             self.passed[seq.group.request.request_id] = why
-            aside.append(heapq.heappop(order))
+            aside.append(heapq.heappop(self._order))
         for entry in dict.fromkeys(aside):
-            heapq.heappush(order, entry)
-        return found
+            heapq.heappush(self._order, entry)
+        return seq
 
     def pop(self) -> Sequence:
         """Take the next one out."""

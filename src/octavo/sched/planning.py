@@ -227,8 +227,7 @@ class Planner:
             if head.group.carrier is head:
                 head.num_reserved = num_seats - 1
             self._compute_first(plan, budget, seq, num_seats)
-        for request_id, why in roster.waiting.passed.items():
-            self._pressure.passed(request_id, why)
+        self._pressure.passed(dict(roster.waiting.passed))
 
     def why_blocked(self, head: Sequence) -> str | None:
         """Why the head of the line could not come in now, if each of those who run, of whom none

@@ -236,9 +236,9 @@ class Pressure:
         """The head of the line could not be admitted."""
         self._log.line_blocked(head.group.request.request_id, why, self._roster.now_s)
 
-    def passed(self, request_id: str, why: str) -> None:
-        """The head of a client's line was passed."""
-        self._log.passed(request_id, why)
+    def passed(self, reasons: dict[str, str]) -> None:
+        """Heads of clients' lines that others pass now, and why."""
+        self._log.passed(reasons)
 
     def most_quiet_steps(self) -> int:
         """How many steps without pressure the storm watch would let pass."""

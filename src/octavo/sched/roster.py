@@ -174,6 +174,7 @@ class Roster:
         self._run(seq)
         if not group.has_begun:
             group.has_begun = True
+            self.clients.begin(group)
             group.num_charged_tokens = len(seq.token_ids) - seq.num_computed_tokens
         if group.stats.metrics.first_scheduled_s is None:
             group.stats.metrics.first_scheduled_s = self.now_s

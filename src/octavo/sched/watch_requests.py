@@ -106,6 +106,9 @@ class RequestRows:
         return rows, num
 
     def _why(self, group: SequenceGroup, head: SequenceGroup | None) -> str:
+        passed = self._roster.waiting.passed.get(group.request.request_id)
+        if passed is not None:
+            return passed
         if head is None or group is not head:
             return f"behind {'others' if head is None else head.request.request_id}"
         blocked_id, why = self._roster.log.blocked

@@ -44,7 +44,9 @@ class LogLevelBody(_Body):
     level: Literal["debug", "info", "warning", "error"]
 
 
-@router.post("/abort", summary="Abort a request")
+@router.post(
+    "/abort", summary="Abort a request", responses={404: {"description": "No such request."}}
+)
 async def abort(body: AbortBody, request: Request) -> dict[str, int]:
     """Its blocks are free within one step; its client gets an error."""
     state = _state(request)

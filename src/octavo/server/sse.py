@@ -160,12 +160,12 @@ class EventStreamResponse(Response):
         parts = []
         try:
             for index, stream in list(self._running.items()):
-                output = stream.take_nowait()
-                if output is None:
-                    continue
-                if output.finished:
-                    del self._running[index]
-                parts.append(self._source.events(index, output))
+                # again after each output: an error may have come behind it, of which no news come
+                while (output := stream.take_nowait()) is not None:
+                    parts.append(self._source.events(index, output))
+                    if output.finished:
+                        del self._running[index]
+                        break
             if not self._running:
                 self._is_over = True
                 parts.append(self._source.end())

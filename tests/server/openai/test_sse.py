@@ -183,3 +183,19 @@ def test_pings_while_nothing_comes() -> None:
         assert c.bodies[-1] == b"0:a;END"
 
     run(scenario)
+
+
+def test_an_error_behind_an_output_that_was_not_taken_is_written() -> None:
+    async def main() -> Connection:
+        connection = Connection()
+        serving = connection.serve()
+        await asyncio.sleep(0)
+        connection.stream.put(output("a"))
+        await asyncio.sleep(0.01)
+        connection.stream.put(output("b"))
+        connection.stream.fail(EngineDeadError("gone"))
+        await asyncio.wait_for(serving, 5)
+        return connection
+
+    connection = asyncio.run(main())
+    assert b"".join(connection.bodies) == b"0:a;0:b;ERROR"

@@ -140,7 +140,7 @@ class Client:
         return line
 
     async def _read(self, content: aiohttp.StreamReader, line: Timeline) -> None:
-        rest, is_done = b"", False
+        rest, is_done = b"", False  # by the end mark, or a finish reason: some send only that
         async for data in content.iter_any():
             now_s = time.monotonic()
             *events, rest = (rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
@@ -150,7 +150,8 @@ class Client:
             line.error = "cut off"
 
     def _take(self, event: bytes, now_s: float, line: Timeline) -> bool:
-        """One event; whether it is the last."""
+        """One event; whether it says that the answer is whole."""
+        is_whole = False
         for row in event.split(b"\n"):
             if not row.startswith(_DATA):
                 continue
@@ -163,8 +164,9 @@ class Client:
             if chunk.usage is not None:
                 line.num_input, line.is_counted = chunk.usage.prompt_tokens, True
                 line.num_output = chunk.usage.completion_tokens
+            is_whole |= any(choice.finish_reason for choice in chunk.choices)
             for choice in chunk.choices:
                 if choice.has_text or (choice.finish_reason and not line.chunk_s):
                     line.chunk_s.append(now_s)
                     break
-        return False
+        return is_whole

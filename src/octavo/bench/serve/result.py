@@ -28,6 +28,8 @@ class ServeResult:
     workload: str
     load: str
     """How requests were sent, in words."""
+    settings: dict[str, Any]
+    """The flags that it was made with."""
     elapsed_s: float
     num_requests: int
     num_completed: int
@@ -129,6 +131,7 @@ def summarize(
     workload: str,
     load: str,
     slo: dict[str, float],
+    settings: dict[str, Any] | None = None,
 ) -> ServeResult:
     """What timelines of one load amount to. slo: milliseconds by `SLO_NAMES`."""
     done = [line for line in lines if line.error is None]
@@ -144,6 +147,7 @@ def summarize(
         model=model,
         workload=workload,
         load=load,
+        settings=settings or {},
         elapsed_s=max(elapsed_s, 1e-9),
         num_requests=len(lines),
         num_completed=len(done),
@@ -219,10 +223,22 @@ def compare(paths: Sequence[Path]) -> str:
             ratio = "" if value is None or value is values[0] else f"{value / values[0]:.2f} x"
             text += f"{'-' if value is None else format(scale * value, ',.1f'):>{width}}{ratio:>9}"
         lines.append(text.rstrip())
-    kinds = {(r["workload"], r["load"]) for r in results}
-    if len(kinds) > 1:
-        lines.append("these were not the same load: " + "; ".join(f"{w}, {k}" for w, k in kinds))
+    for name, told in _differences(results).items():
+        lines.append(f"not the same {name}: {told}")
     return "\n".join(lines)
+
+
+def _differences(results: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """What of the loads was not the same, by name."""
+    found = {}
+    loads = [
+        {"workload": r["workload"], "load": r["load"], **r.get("settings", {})} for r in results
+    ]
+    for name in loads[0]:
+        values = [str(load.get(name)) for load in loads]
+        if len(set(values)) > 1:
+            found[name] = ", ".join(values)
+    return found
 
 
 def _at(result: dict[str, Any], key: str) -> float | None:

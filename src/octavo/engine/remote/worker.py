@@ -37,6 +37,10 @@ logger = logging.getLogger("octavo")
 
 _STATS_S = 0.25
 """Between two snapshots for metrics; they are the sign of life too."""
+_FRAME_SHARE = 0.01
+"""Of the engine's time, for frames: where one takes longer, they come less often."""
+_MOST_REST_S = 2.0
+"""Between two frames, whatever one took."""
 _LIVE_S = 1.0
 """Between two lists of all requests."""
 _BEAT_S = 0.5
@@ -235,13 +239,14 @@ class Worker:
             self._send_frame(self._watch, now_s)
 
     def _send_frame(self, watch: PoolWatch, now_s: float) -> None:
-        self._next_frame_s = now_s + self._frame_s
         frame = watch.frame(now_s, full=self._wants_full)
         is_full = frame["kind"] == "full"  # so it is after a resize, too
         if is_full:
             frame["about"] |= self._questions.about_frame()
         self._outbox.send_frame(frame, is_full)
         self._wants_full = False
+        rest_s = min(_MOST_REST_S, (time.monotonic() - now_s) / _FRAME_SHARE)
+        self._next_frame_s = now_s + max(self._frame_s, rest_s)
 
 
 class Outbox:

@@ -94,11 +94,15 @@ def stream_response(
 
 
 @contextlib.contextmanager
-def naming(parameter: str) -> Iterator[None]:
-    """Errors point at the client's field instead of the engine's."""
+def naming(parameter: str, **others: str) -> Iterator[None]:
+    """Errors point at the client's field instead of the engine's.
+
+    parameter: the prompt's field. others: the client's names of other fields.
+    """
+    names = {"prompt_token_ids": parameter, **others}
     try:
         yield
     except InvalidRequestError as error:
-        if error.parameter == "prompt_token_ids":
-            error.parameter = parameter
+        if error.parameter is not None:
+            error.parameter = names.get(error.parameter, error.parameter)
         raise

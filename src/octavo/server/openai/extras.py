@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -12,6 +12,7 @@ from octavo.errors import InvalidRequestError
 
 IGNORED_HEADER = "X-Octavo-Ignored"
 _TOOLS = "tool calling is not supported: describe the tools in a message and read the answer's text"
+_STORE = "nothing is stored: send the whole conversation in input"
 _WHY = {
     "tools": _TOOLS,
     "tool_choice": _TOOLS,
@@ -31,12 +32,26 @@ _WHY = {
     "guided_grammar": "structured output is not supported",
     "structured_outputs": "structured output is not supported",
     "documents": "put them into a message, or into chat_template_kwargs",
+    "previous_response_id": _STORE,
+    "conversation": _STORE,
+    "prompt": "there are no stored prompts: send the text in input and instructions",
+    "reasoning": "set what the model's template knows, through /v1/chat/completions",
+    "thinking": "set what the model's template knows, through /v1/chat/completions",
+    "max_tool_calls": _TOOLS,
+    "context_management": "what does not fit is refused: send fewer messages",
+    "mcp_servers": _TOOLS,
+    "container": _TOOLS,
+    "output_config": "structured output is not supported",
+    "output_format": "structured output is not supported",
+    "stop": "this API has none: use /v1/chat/completions",
 }
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "functions": ([],),
     "tool_choice": ("none",),
     "function_call": ("none",),
+    "thinking": ({"type": "disabled"},),
+    "mcp_servers": ([],),
 }
 """Values that ask for nothing, besides null."""
 
@@ -51,13 +66,18 @@ def ignored_fields(body: BaseModel, *, is_lenient: bool) -> dict[str, str]:
     if not found:
         return {}
     if is_lenient:
-        return {IGNORED_HEADER: ", ".join(_header_text(path) for path, _, _ in found)}
+        return ignored_header([path for path, _, _ in found])
     told = "; ".join(_told(path, name, owner) for path, name, owner in found[:10])
     more = f"; and {len(found) - 10} more" if len(found) > 10 else ""
     raise InvalidRequestError(
         f"{told}{more} (a server started with --compat lenient ignores them)",
         parameter=found[0][0],
     )
+
+
+def ignored_header(paths: Sequence[str]) -> dict[str, str]:
+    """Names what is ignored, if anything is."""
+    return {IGNORED_HEADER: ", ".join(map(_header_text, paths))} if paths else {}
 
 
 def _unknown(body: BaseModel, prefix: str) -> Iterator[tuple[str, str, BaseModel]]:

@@ -149,7 +149,13 @@ def _check_not_empty(token_ids: list[int], name: str) -> None:
         )
 
 
-def check_fits(engine: AsyncEngine, num_prompt: int, max_tokens: int | None, name: str) -> None:
+def check_fits(
+    engine: AsyncEngine,
+    num_prompt: int,
+    max_tokens: int | None,
+    name: str,
+    limit_name: str = "max_tokens",
+) -> None:
     """Raises what the scheduler would say later, once the response has begun to be waited for."""
     limit = engine.info.max_model_len
     wanted = 1 if max_tokens is None else max_tokens
@@ -157,7 +163,7 @@ def check_fits(engine: AsyncEngine, num_prompt: int, max_tokens: int | None, nam
         return
     raise RequestCapacityError(
         f"prompt {num_prompt:,} + {wanted:,} output tokens = {num_prompt + wanted:,} tokens exceed "
-        f"max_model_len {limit:,}: shorten the prompt, or lower max_tokens to at most "
+        f"max_model_len {limit:,}: shorten the prompt, or lower {limit_name} to at most "
         f"{max(limit - num_prompt, 0):,}",
-        parameter=name if num_prompt >= limit else "max_tokens",
+        parameter=name if num_prompt >= limit else limit_name,
     )

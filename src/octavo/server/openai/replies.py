@@ -218,7 +218,7 @@ ASKING = PLAIN | _errors(
 GENERATING: Responses = ASKING | {
     200: {
         "description": "The answer; with `stream` the chunks as server-sent events.",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": {"text/event-stream": {}},
     },
     500: {"model": Error, "description": "A step failed; other requests go on."},
 }

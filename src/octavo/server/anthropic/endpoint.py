@@ -1,0 +1,102 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends, Request, Response
+
+from octavo.engine.output import OutputKind
+from octavo.request import SamplingParams
+from octavo.server.anthropic import replies
+from octavo.server.anthropic.answer import Answer, MessageEvents
+from octavo.server.anthropic.prompt import prompt_ids
+from octavo.server.anthropic.protocol import (
+    ConversationFields,
+    CountTokensRequest,
+    MessagesRequest,
+)
+from octavo.server.calls import Call, call_of
+from octavo.server.openai.answer import check_model, naming, note, state_of, stream_response
+from octavo.server.openai.collect import CLIENT_GONE, collect
+from octavo.server.openai.extras import ignored_fields, ignored_header
+from octavo.server.openai.prompts import PromptIds, check_fits
+from octavo.server.openai.usage import Usage
+from octavo.server.parts import PartReader
+
+router = APIRouter(tags=["Anthropic"])
+_PLAIN = ("temperature", "top_p", "top_k", "seed", "ignore_eos")
+"""Fields that are `SamplingParams` fields of the same name and meaning."""
+
+
+@router.post(
+    "/v1/messages",
+    summary="Answer a conversation",
+    response_model=replies.MessageBody,
+    responses=replies.GENERATING,
+)
+async def create_message(
+    body: MessagesRequest, request: Request, call: Annotated[Call, Depends(call_of)]
+) -> Response:
+    """Answer a conversation; with `stream` as server-sent events."""
+    state = state_of(request)
+    note(request, user=None if body.metadata is None else body.metadata.user_id)
+    model = check_model(state, body.model)
+    token_ids, headers = await _prompt(body, request)
+    check_fits(state.engine, len(token_ids), body.max_tokens, "messages")
+    with naming("messages", stop="stop_sequences"):
+        streams = await call.submit(
+            [PromptIds(token_ids, None).prompt(body.cache_salt)],
+            _params(body),
+            priority=body.priority or 0,
+            kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
+        )
+    headers = headers | {"request-id": call.request_id}  # where the anthropic client looks for it
+    usage = Usage(with_kv=body.return_kv_usage is True)
+    answer = Answer(model, call.request_id.removeprefix("msg_"), usage)
+    if body.stream:
+        return stream_response(request, call, streams, MessageEvents(answer), headers)
+    try:
+        outputs = await collect(request.receive, streams)
+    finally:
+        call.close()
+    if outputs is None:
+        return Response(status_code=CLIENT_GONE)
+    content = msgspec.json.encode(answer.ended(outputs[0]))
+    return Response(content, media_type="application/json", headers=headers)
+
+
+@router.post(
+    "/v1/messages/count_tokens",
+    summary="Count a conversation's tokens",
+    response_model=replies.TokenCount,
+    responses=replies.ASKING,
+)
+async def count_tokens(
+    body: CountTokensRequest, request: Request, response: Response
+) -> dict[str, int]:
+    """The tokens of the prompt that /v1/messages would make of it."""
+    check_model(state_of(request), body.model)
+    token_ids, headers = await _prompt(body, request)
+    response.headers.update(headers)
+    return {"input_tokens": len(token_ids)}
+
+
+async def _prompt(body: ConversationFields, request: Request) -> tuple[list[int], dict[str, str]]:
+    """And response headers that name what is ignored."""
+    state = state_of(request)
+    is_lenient = state.config.compat == "lenient"
+    headers = ignored_fields(body, is_lenient=is_lenient)
+    reader = PartReader(is_lenient=is_lenient)
+    token_ids = await prompt_ids(state, reader, body)
+    if reader.ignored:
+        headers = ignored_header([*headers.values(), *reader.ignored])
+    return token_ids, headers
+
+
+def _params(body: MessagesRequest) -> SamplingParams:
+    values: dict[str, Any] = {
+        name: getattr(body, name) for name in _PLAIN if getattr(body, name) is not None
+    }
+    return SamplingParams(**values, max_tokens=body.max_tokens, stop=body.stop_sequences or [])

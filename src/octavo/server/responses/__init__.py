@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: text in, text out, nothing stored."""

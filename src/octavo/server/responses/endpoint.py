@@ -1,0 +1,93 @@
+"""POST /v1/responses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends, Request, Response
+
+from octavo.engine.output import OutputKind
+from octavo.errors import InvalidRequestError
+from octavo.request import SamplingParams
+from octavo.server.calls import Call, call_of
+from octavo.server.openai.answer import check_model, naming, note, state_of, stream_response
+from octavo.server.openai.collect import CLIENT_GONE, collect
+from octavo.server.openai.extras import ignored_fields, ignored_header
+from octavo.server.openai.logprobs import TokenWriter
+from octavo.server.openai.prompts import PromptIds, check_fits
+from octavo.server.openai.replies import GENERATING
+from octavo.server.parts import PartReader
+from octavo.server.responses.answer import Answer, ResponseEvents
+from octavo.server.responses.items import messages_of
+from octavo.server.responses.protocol import LOGPROBS, ResponsesRequest
+from octavo.server.responses.replies import ResponseBody
+
+router = APIRouter(tags=["OpenAI"])
+_PLAIN = ("temperature", "top_p", "top_k", "seed", "ignore_eos")
+"""Fields that are `SamplingParams` fields of the same name and meaning."""
+
+
+@router.post(
+    "/v1/responses",
+    summary="Answer an input",
+    response_model=ResponseBody,
+    responses=GENERATING,
+)
+async def create_response(
+    body: ResponsesRequest, request: Request, call: Annotated[Call, Depends(call_of)]
+) -> Response:
+    """Answer a text or a conversation; with `stream` as server-sent events. Nothing is stored."""
+    state = state_of(request)
+    is_lenient = state.config.compat == "lenient"
+    headers = ignored_fields(body, is_lenient=is_lenient)
+    note(request, user=body.user or body.safety_identifier, metadata=body.metadata)
+    model = check_model(state, body.model)
+    params = _params(body)
+    reader = PartReader(is_lenient=is_lenient)
+    messages = messages_of(reader, body.input, body.instructions)
+    if reader.ignored:
+        headers = ignored_header([*headers.values(), *reader.ignored])
+    limit, engine = body.max_output_tokens, state.engine
+    with naming("input", max_tokens="max_output_tokens", messages="input"):
+        token_ids = await engine.chat_prompt(messages, chat_template=state.chat_template)
+        check_fits(engine, len(token_ids), limit, "input", "max_output_tokens")
+        streams = await call.submit(
+            [PromptIds(token_ids, None).prompt(body.cache_salt)],
+            params,
+            priority=body.priority or 0,
+            kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
+        )
+    request_id = call.request_id.removeprefix("resp_")
+    answer = Answer(body, model, request_id, TokenWriter(engine.tokenizer))
+    if body.stream:
+        return stream_response(request, call, streams, ResponseEvents(answer), headers)
+    try:
+        outputs = await collect(request.receive, streams)
+    finally:
+        call.close()
+    if outputs is None:
+        return Response(status_code=CLIENT_GONE)
+    (output,) = outputs
+    (completion,) = output.outputs
+    answer.usage.add(0, output)
+    logprobs = answer.logprobs(completion)
+    whole = answer.ended(completion.text, logprobs, completion.finish_reason)
+    content = msgspec.json.encode(whole)
+    return Response(content, media_type="application/json", headers=headers)
+
+
+def _params(body: ResponsesRequest) -> SamplingParams:
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError("stream_options needs stream: true", parameter="stream_options")
+    with_logprobs = LOGPROBS in (body.include or ())
+    if body.top_logprobs and not with_logprobs:
+        raise InvalidRequestError(
+            f"top_logprobs needs include: ['{LOGPROBS}']", parameter="top_logprobs"
+        )
+    values: dict[str, Any] = {
+        name: getattr(body, name) for name in _PLAIN if getattr(body, name) is not None
+    }
+    if with_logprobs:
+        values["logprobs"] = body.top_logprobs or 0
+    return SamplingParams(**values, max_tokens=body.max_output_tokens)
