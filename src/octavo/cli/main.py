@@ -62,6 +62,7 @@ _EXAMPLES = (
     ("octavo generate 'Why is the sky blue?'", "one answer from the default model"),
     ("octavo generate --show-blocks 'Count to ten'", "watch its KV blocks being taken"),
     ("octavo generate --file requests.jsonl --jsonl", "a file of requests, as one batch"),
+    ("octavo serve", "OpenAI's API at http://127.0.0.1:8000/v1"),
     ("octavo chat --model ./my-model", "a conversation with a local model"),
 )
 
