@@ -39,9 +39,10 @@ def find_browser() -> str | None:
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """One for the session; each test gets a fresh profile in it."""
+    """One for a file of tests, as an event loop runs as long as it is there, and no test of another
+    could run its own; each test gets a fresh profile in it."""
     path = find_browser()
     if path is None:
         reason = "no chromium, chromium-browser or google-chrome on PATH"
@@ -301,7 +302,7 @@ class Visit:
         return int(self.page.locator("canvas.grid").first.get_attribute(f"data-{name}") or 0)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def desk(browser: Browser) -> Iterator[BrowserContext]:
     """A profile for all tests that ask for nothing special of the screen."""
     context = browser.new_context(viewport=DESK)

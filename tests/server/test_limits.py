@@ -42,6 +42,18 @@ def test_unused_tokens_are_given_back() -> None:
         limiter.admit(client, 1, 60, 8)
 
 
+def test_tokens_beyond_those_asked_for_are_taken() -> None:
+    clock, client = Clock(), Client(name="a", tokens_per_minute=60)
+    limiter = Limiter(ServeConfig(), clock)
+    limiter.admit(client, 1, 10, 8)
+    limiter.ended(client, -90)
+    with pytest.raises(RateLimitError) as refused:
+        limiter.admit(client, 1, 10, 8)
+    assert refused.value.retry_after_s == pytest.approx(50)
+    clock.now = 50.0
+    limiter.admit(client, 1, 10, 8)
+
+
 def test_at_a_time() -> None:
     limiter, client = Limiter(ServeConfig(), Clock()), Client(name="a", max_concurrent=2)
     limiter.admit(client, 2, 0, 8)

@@ -118,8 +118,7 @@ class AsyncEngine(EngineLife):
         )
         if kind is not OutputKind.FINAL_ONLY:
             check_streamable(params)
-        is_here = self._outputs.has(request_id) or request_id in self._held
-        if is_here or request_id in self._leaving:  # late news of one would be taken for the other
+        if self.has_request(request_id):
             raise InvalidRequestError(
                 f"request_id {request_id!r} belongs to a request that has not ended: choose "
                 "another id, or wait for its end",
@@ -131,6 +130,12 @@ class AsyncEngine(EngineLife):
         self._streams[request_id] = stream
         self._send(wire.Add(request))
         return stream
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether one has this id that has not ended, or of which late news may still come, which
+        would be taken for another's."""
+        is_here = self._outputs.has(request_id) or request_id in self._held
+        return is_here or request_id in self._leaving
 
     def abort(self, request_id: str) -> bool:
         """Drop a request; its blocks come back within one step. False if it is not here."""

@@ -85,16 +85,44 @@ async def _octavo_error(request: Request, error: Exception) -> Response:
 async def _validation_error(request: Request, error: Exception) -> Response:
     """The first field that is wrong, by name; the values are not repeated at length."""
     errors = cast("RequestValidationError", error).errors()
-    first: dict[str, Any] = dict(errors[0]) if errors else {"msg": "invalid", "loc": ()}
+    first = _telling(errors)
     kind = first.get("type", "")
     if kind == "json_invalid":
         told = InvalidRequestError("the body is no valid JSON", parameter=None)
         return _answer(request, told)
-    where = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
-    name = ".".join(where) or None
+    if kind == "model_attributes_type" and not _is_json(request):
+        told = InvalidRequestError("send a JSON object with content-type: application/json")
+        return _answer(request, told)
+    where = [str(part) for part in first["loc"][1:] if not _is_kind(part)]
+    name = ".".join(where)[:200] or None
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    message = f"{name or 'the body'}: {first['msg']}{more}"[:1000]
+    message = f"{name or 'the body'}: {first['msg'].removeprefix('Value error, ')}{more}"[:1000]
     return _answer(request, InvalidRequestError(message, parameter=name))
+
+
+_KINDS = frozenset(
+    ("str", "int", "bool", "[key]", "text", "ids", "prompts", "prompts of ids", "constrained-str")
+)
+
+
+def _is_kind(part: object) -> bool:
+    """Whether a part of an error's place is no field but which of its types was tried."""
+    return isinstance(part, str) and (part in _KINDS or part.endswith("]") or part == "dict")
+
+
+def _telling(errors: Sequence[Any]) -> dict[str, Any]:
+    """Of the first wrong field the error that got furthest: a list's wrong item, not that the list
+    is no text."""
+    if not errors:
+        return {"msg": "invalid", "loc": ()}
+    field = errors[0]["loc"][:2]
+    found = max((e for e in errors if e["loc"][:2] == field), key=lambda e: len(e["loc"]))
+    return dict(found)
+
+
+def _is_json(request: Request) -> bool:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and "+json" in kind)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

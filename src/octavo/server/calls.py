@@ -73,7 +73,7 @@ class Call:
         config = state.engine.info.config
         assert config.max_num_seqs is not None
         state.limits.admit(self.client, len(prompts), sum(sizes), config.max_num_seqs)
-        if self.request_id in state.calls:  # two under way may be given one id by their clients
+        if self._is_taken(len(prompts)):  # two under way may be given one id by their clients
             self.request_id += "-" + uuid.uuid4().hex[:8]
         try:
             streams = self._submit(encoded, each, sizes, priority, kind)
@@ -87,6 +87,13 @@ class Call:
         if timeout_s is not None:
             self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire, timeout_s)
         return streams
+
+    def _is_taken(self, num_prompts: int) -> bool:
+        """Whether another call, or a request of one, has this id, or of one that has just left."""
+        state, own = self._state, self.request_id
+        has = state.engine.has_request
+        taken = own in state.calls or has(own)
+        return taken or (num_prompts > 1 and any(has(f"{own}-{i}") for i in range(num_prompts)))
 
     def _submit(
         self,
@@ -238,8 +245,8 @@ class _Watch:
 
     @property
     def num_unused_tokens(self) -> int:
-        """Of those that were asked for."""
-        return max(0, self._num_asked - self._num_made)
+        """Of those that were asked for; below 0, where there was no `max_tokens`: those above."""
+        return self._num_asked - self._num_made
 
 
 def _num_completions(params: Params) -> int:
@@ -249,7 +256,8 @@ def _num_completions(params: Params) -> int:
 
 
 def _num_tokens(prompt: Prompt, params: Params) -> int:
-    """Most that a prompt and its completions can be; without max_tokens the prompt's alone."""
+    """Most that a prompt and its completions can be; without max_tokens the prompt's alone: what
+    comes is then counted when it has."""
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
     num_prompt = len(ids) if isinstance(ids, list | tuple) else 0
     return num_prompt + _num_completions(params) * (params.max_tokens or 0)

@@ -150,13 +150,23 @@ def headers_of(error: BaseException) -> dict[str, str]:
     return headers
 
 
+_MAX_TOLD = 2000
+"""Characters; a field's name may be as long as a body."""
+
+
+def _told(text: str) -> str:
+    """As JSON can hold it: what clients send may have half a surrogate pair."""
+    return text[:_MAX_TOLD].encode("utf-8", "backslashreplace").decode()
+
+
 def error_shape(error: BaseException) -> dict[str, Any]:
     """OpenAI's error object."""
+    parameter = getattr(error, "parameter", None)
     return {
         "error": {
             "message": _message(error),
             "type": _kind(error),
-            "param": getattr(error, "parameter", None),
+            "param": None if parameter is None else _told(str(parameter))[:200],
             "code": code_of(error),
         }
     }
@@ -192,7 +202,7 @@ def is_anthropic(path: str) -> bool:
 
 def _message(error: BaseException) -> str:
     if isinstance(error, OctavoError):
-        return str(error)
+        return _told(str(error))
     return "internal error: the server's log has it under this request's X-Request-Id"
 
 

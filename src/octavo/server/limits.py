@@ -39,7 +39,7 @@ class TokenBucket:
         self._level = self.level - amount
 
     def give_back(self, amount: float) -> None:
-        """What was taken too much."""
+        """What was taken too much; below 0: too little."""
         self._level = min(self.size, self.level + amount)
 
 
@@ -76,12 +76,12 @@ class Limiter:
         self.num_under_way += num_requests
 
     def ended(self, client: Client, num_unused_tokens: int) -> None:
-        """One of them has; so many of its tokens were not used."""
+        """One of them has; so many of its tokens were not used, or, below 0, were used beyond."""
         account = self._account(client)
         account.num_under_way -= 1
         self.num_under_way -= 1
         assert account.num_under_way >= 0 and self.num_under_way >= 0
-        if account.tokens and num_unused_tokens > 0:
+        if account.tokens:
             account.tokens.give_back(num_unused_tokens)
 
     def _account(self, client: Client) -> _Account:

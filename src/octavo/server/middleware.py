@@ -42,6 +42,7 @@ _PAGE = "/dashboard"
 _WATCHING = ("/admin/", _PAGE)
 """Begin paths for administrators, answered while the server starts or drains."""
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
+_OF_PROXIES = (b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via")
 _OWN_HOSTS = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
 
 
@@ -234,6 +235,11 @@ def check_admin(
     host = (header(b"host") or b"").decode("latin-1")
     origin = (header(b"origin") or b"").decode("latin-1")
     is_own = state.config.uds is not None or _OWN_HOSTS.fullmatch(host) is not None
+    if state.config.root_path or any(header(name) is not None for name in _OF_PROXIES):
+        raise ForbiddenError(
+            "behind a proxy, whose clients may be anyone, admin endpoints need a key: start with "
+            "OCTAVO_ADMIN_KEY"
+        )
     if not is_own or (origin and origin.partition("://")[2] != host):
         raise ForbiddenError(
             "without an admin key, admin endpoints answer this machine's programs only, called by "

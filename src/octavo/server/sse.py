@@ -26,7 +26,6 @@ DROP_EXTENSION = "octavo.drop"
 """Key of `scope["extensions"]` under which a server may put a function that closes the connection
 without waiting for what the client has not read."""
 DONE = b"data: [DONE]\n\n"
-PING = b": ping\n\n"
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -48,7 +47,7 @@ class EventStreamResponse(Response):
 
     The response starts with the first output, so that an error before it has a status of its own:
     it is raised. close: called once, when nothing more will be taken. slow_reader_timeout_s: so
-    long may the client leave a full buffer unread. ping_s: after so much silence a comment is sent.
+    long may the client leave a full buffer unread.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class EventStreamResponse(Response):
         *,
         close: Callable[[], object],
         slow_reader_timeout_s: float | None = None,
-        ping_s: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         # Response.__init__ would state a length
@@ -67,7 +65,7 @@ class EventStreamResponse(Response):
         self.background = None
         self.init_headers(_HEADERS | dict(headers or {}))
         self._streams, self._source, self._close = streams, source, close
-        self._slow_reader_timeout_s, self._ping_s = slow_reader_timeout_s, ping_s
+        self._slow_reader_timeout_s = slow_reader_timeout_s
         self._running = dict(enumerate(streams))
         self._is_started = self._is_over = self._is_gone = self._is_scheduled = False
         self._failure: Exception | None = None
@@ -76,16 +74,11 @@ class EventStreamResponse(Response):
         self._waiter: asyncio.Future[None] | None = None
         self._send: Send
         self._loop: asyncio.AbstractEventLoop
-        self._wrote_s = 0.0
-        self._timer: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve until the end, the client's leaving, or a failure before the first output."""
         self._send, self._loop = send, asyncio.get_running_loop()
         listener = self._loop.create_task(self._listen(receive))
-        if self._ping_s is not None:
-            self._wrote_s = self._loop.time()
-            self._timer = self._loop.call_later(self._ping_s, self._ping)
         for stream in self._streams:
             stream.on_news = self._schedule
         try:
@@ -96,8 +89,6 @@ class EventStreamResponse(Response):
                 stream.on_news = None
             self._is_over = True
             listener.cancel()
-            if self._timer is not None:
-                self._timer.cancel()
             self._close()
         if self._failure is not None:
             raise self._failure
@@ -201,18 +192,6 @@ class EventStreamResponse(Response):
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await self._send(start)
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
-        if self._ping_s is not None:
-            self._wrote_s = self._loop.time()
-
-    def _ping(self) -> None:
-        """Once a while: a comment, if nothing was written for so long."""
-        if self._is_over or self._is_gone or self._ping_s is None:
-            return
-        silent_s = self._loop.time() - self._wrote_s
-        if silent_s >= self._ping_s and self._rest is None and not self._is_scheduled:
-            self._write(PING)
-            silent_s = 0.0
-        self._timer = self._loop.call_later(self._ping_s - silent_s, self._ping)
 
 
 class _Rest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -166,6 +167,8 @@ def test_chat_values_that_ask_for_what_is_not_there(fields: dict[str, Any]) -> N
 class Encoder:
     """Puts 1 before a text and 2 behind it."""
 
+    info: ClassVar = SimpleNamespace(max_model_len=8)
+
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids = [ord(c) for c in text]
         return [1, *ids, 2] if add_special_tokens else ids
@@ -241,8 +244,9 @@ def test_chat_logprobs_rank_the_most_probable_ones() -> None:
 
 
 def test_prompt_logprobs_are_by_token_id() -> None:
-    assert prompt_logprobs([None, {7: Logprob(-2.0, 3, "ab")}]) == [
-        None,
-        {"7": {"logprob": -2.0, "rank": 3, "decoded_token": "ab"}},
-    ]
-    assert prompt_logprobs(None) is None
+    second = {7: Logprob(-2.0, 3, "ab"), 8: Logprob(-0.5, 1, "c"), 9: Logprob(-1.0, 2, "d")}
+    own = {"logprob": -2.0, "rank": 3, "decoded_token": "ab"}
+    best = {"logprob": -0.5, "rank": 1, "decoded_token": "c"}
+    assert prompt_logprobs(1, [5, 7], [None, second]) == [None, {"7": own, "8": best}]
+    assert prompt_logprobs(0, [5, 7], [None, second]) == [None, {"7": own}]
+    assert prompt_logprobs(1, [5, 7], None) is None

@@ -11,7 +11,7 @@ import pytest
 from octavo.engine.remote.streams import OutputStream
 from octavo.errors import EngineDeadError
 from octavo.outputs import CompletionOutput, RequestOutput
-from octavo.server.sse import DROP_EXTENSION, PING, EventStreamResponse
+from octavo.server.sse import DROP_EXTENSION, EventStreamResponse
 
 
 def output(text: str, finished: bool = False) -> RequestOutput:
@@ -168,19 +168,6 @@ def test_a_reader_that_reads_nothing_is_dropped() -> None:
         c.stream.put(output("a"))
         await serving
         assert c.is_dropped and c.is_closed and c.aborted == ["r"]
-
-    run(scenario)
-
-
-def test_pings_while_nothing_comes() -> None:
-    async def scenario(c: Connection) -> None:
-        serving = c.serve(ping_s=0.01)
-        while len(c.bodies) < 2:
-            await asyncio.sleep(0.005)
-        assert set(c.bodies) == {PING}
-        c.stream.put(output("a", finished=True))
-        await serving
-        assert c.bodies[-1] == b"0:a;END"
 
     run(scenario)
 

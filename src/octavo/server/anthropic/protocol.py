@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from octavo.server.openai.protocol import RequestBody, Text, Words
+from octavo.server.openai.protocol import Label, RequestBody, Text, Words
 
 _INT64 = 2**63 - 1
 _TEXT = {"type": "string"}
@@ -43,7 +43,7 @@ _MESSAGES = {
 class Metadata(RequestBody):
     """Who asks."""
 
-    user_id: str | None = Field(
+    user_id: Label | None = Field(
         None, description="Noted in the server's request log (--log-requests); decides nothing."
     )
 

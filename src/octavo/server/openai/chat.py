@@ -49,7 +49,8 @@ async def create_chat_completion(
     note(request, user=body.user or body.safety_identifier, metadata=body.metadata)
     model = check_model(state, body.model)
     max_tokens = max_tokens_of(body)
-    token_ids = await chat_ids(state, body, body.messages)
+    with naming("messages", prompt="messages"):
+        token_ids = await chat_ids(state, body, body.messages)
     token_ids = truncated_chat(state.engine, body, token_ids, max_tokens)
     check_fits(state.engine, len(token_ids), max_tokens, "messages")
     if max_tokens is None and body.use_beam_search:
@@ -120,7 +121,9 @@ def _of_prompt(body: ChatRequest, output: RequestOutput) -> dict[str, Any]:
     """What is told of the prompt, if it was asked for."""
     told: dict[str, Any] = {}
     if body.prompt_logprobs is not None:
-        told["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        told["prompt_logprobs"] = prompt_logprobs(
+            body.prompt_logprobs, output.prompt_token_ids, output.prompt_logprobs
+        )
     if body.return_token_ids:
         told["prompt_token_ids"] = output.prompt_token_ids
     return told

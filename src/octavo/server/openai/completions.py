@@ -131,7 +131,9 @@ class _Answer:
         if self._echo is not None:
             choice["text"] = self._echo[index] + choice["text"]
         if body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+            choice["prompt_logprobs"] = prompt_logprobs(
+                body.prompt_logprobs, output.prompt_token_ids, output.prompt_logprobs
+            )
         if body.return_token_ids:
             choice["token_ids"] = [] if echo_only else completion.token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids

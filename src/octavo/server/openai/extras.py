@@ -54,6 +54,13 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "mcp_servers": ([],),
 }
 """Values that ask for nothing, besides null."""
+_PART = ("type", "text")
+_NO_PART_VALUES: tuple[Any, ...] = (None, [], {"type": "ephemeral"})
+"""`annotations: []` comes back from answers; `cache_control` asks for what is done anyway."""
+_MAX_NAME = 80
+"""Characters of a name that are looked at and told."""
+_MAX_NAMED = 32
+"""Names in the header."""
 
 
 def ignored_fields(body: BaseModel, *, is_lenient: bool) -> dict[str, str]:
@@ -77,7 +84,10 @@ def ignored_fields(body: BaseModel, *, is_lenient: bool) -> dict[str, str]:
 
 def ignored_header(paths: Sequence[str]) -> dict[str, str]:
     """Names what is ignored, if anything is."""
-    return {IGNORED_HEADER: ", ".join(map(_header_text, paths))} if paths else {}
+    names = [*map(_header_text, paths[:_MAX_NAMED])]
+    if len(paths) > _MAX_NAMED:
+        names.append(f"and {len(paths) - _MAX_NAMED} more")
+    return {IGNORED_HEADER: ", ".join(names)} if paths else {}
 
 
 def _unknown(body: BaseModel, prefix: str) -> Iterator[tuple[str, str, BaseModel]]:
@@ -87,20 +97,35 @@ def _unknown(body: BaseModel, prefix: str) -> Iterator[tuple[str, str, BaseModel
             yield f"{prefix}{name}", name, body
     for name in type(body).model_fields:
         child = getattr(body, name)
+        if name == "messages" and isinstance(child, list):
+            yield from _unknown_of_parts(child, body)
         is_closed = isinstance(child, BaseModel) and child.model_config.get("json_schema_extra")
         if is_closed:
             yield from _unknown(child, f"{prefix}{name}.")
+
+
+def _unknown_of_parts(
+    messages: Sequence[BaseModel], body: BaseModel
+) -> Iterator[tuple[str, str, BaseModel]]:
+    """Members of messages are for the template; of their parts it is given the text alone."""
+    for i, message in enumerate(messages):
+        content = getattr(message, "content", None)
+        for k, part in enumerate(content if isinstance(content, list) else ()):
+            for name, value in part.items() if isinstance(part, dict) else ():
+                is_text = part.get("type") in ("text", "input_text", "output_text")
+                if is_text and name not in _PART and value not in _NO_PART_VALUES:
+                    yield f"messages.{i}.content.{k}.{name}", name, body
 
 
 def _told(path: str, name: str, owner: BaseModel) -> str:
     why = _WHY.get(name)
     if why is not None:
         return f"{path}: {why}"
-    near = difflib.get_close_matches(name, type(owner).model_fields, n=1)
+    near = difflib.get_close_matches(name[:_MAX_NAME], type(owner).model_fields, n=1)
     hint = f", did you mean {near[0]}?" if near else ""
     return f"unknown field {path!r:.80}{hint}"
 
 
 def _header_text(path: str) -> str:
     """Without what could not stand in a header."""
-    return "".join(c for c in path[:80] if c.isascii() and c.isprintable() and c != ",")
+    return "".join(c for c in path[:_MAX_NAME] if c.isascii() and c.isprintable() and c != ",")

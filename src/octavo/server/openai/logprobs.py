@@ -162,9 +162,12 @@ def _chat_entry(writer: TokenWriter, token_id: int, entry: Logprob) -> dict[str,
 
 
 def prompt_logprobs(
+    num_top: int,
+    token_ids: Sequence[int],
     positions: Sequence[PositionLogprobs | None] | None,
 ) -> list[dict[str, Any] | None] | None:
-    """vLLM's form: for each token of the prompt, by token id."""
+    """vLLM's form: for each token of the prompt, by token id, its own and `num_top` most probable
+    ones; there may be more of them, for an echo."""
     if positions is None:
         return None
     return [
@@ -177,6 +180,7 @@ def prompt_logprobs(
                 "decoded_token": entry.decoded_token,
             }
             for token_id, entry in position.items()
+            if token_id == own or (entry.rank is not None and entry.rank <= num_top)
         }
-        for position in positions
+        for own, position in zip(token_ids, positions, strict=True)
     ]

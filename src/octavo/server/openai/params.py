@@ -55,6 +55,8 @@ def params_of(body: CompletionRequest | ChatRequest, *, max_tokens: int | None) 
     if body.logit_bias is not None:
         values["logit_bias"] = {int(key): bias for key, bias in body.logit_bias.items()}
     values["logprobs"] = num_logprobs(body)
+    if body.return_tokens_as_token_ids and values["logprobs"] is None:
+        raise _refusal("return_tokens_as_token_ids", "is about logprobs: ask for them, too")
     if isinstance(body, CompletionRequest) and body.echo and body.logprobs is not None:
         values["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     return SamplingParams(**values, max_tokens=max_tokens)
@@ -119,7 +121,7 @@ def _beam_params(body: GenerationFields, max_tokens: int) -> BeamSearchParams:
         value = getattr(body, name)
         if name in _BEAM or name in _NOT_DECODING or value is None:
             continue
-        if value in ([], {}) or (name in _NOTHING and value == _NOTHING[name]):
+        if value in ([], {}) or _asks_nothing(name, value):
             continue
         raise _refusal(name, "has no effect on a beam search: leave it out")
     num_best = body.n or 1
@@ -128,6 +130,12 @@ def _beam_params(body: GenerationFields, max_tokens: int) -> BeamSearchParams:
         raise _refusal("best_of", f"must be at least n={num_best}, got {width}")
     given = {name: getattr(body, name) for name in _BEAM[2:] if getattr(body, name) is not None}
     return BeamSearchParams(beam_width=width, max_tokens=max(max_tokens, 1), **given)
+
+
+def _asks_nothing(name: str, value: object) -> bool:
+    if name not in _NOTHING or value != _NOTHING[name]:
+        return False
+    return isinstance(value, bool) == isinstance(_NOTHING[name], bool)  # logprobs 0 is not False
 
 
 def _refusal(name: str, rule: str) -> InvalidRequestError:

@@ -55,6 +55,11 @@ async def completion_prompts(
             f"(--max-prompts {max_prompts:,}): send them in several requests",
             parameter="prompt",
         )
+    if body.add_special_tokens and not all(isinstance(prompt, str) for prompt in prompts):
+        raise InvalidRequestError(
+            "add_special_tokens has no effect on token ids: put them into the prompt yourself",
+            parameter="add_special_tokens",
+        )
     add_special = body.add_special_tokens is not False
     found = []
     for prompt in prompts:
@@ -85,13 +90,24 @@ async def chat_ids(
     if generates is None:
         generates = True
     engine = state.engine
-    token_ids = await engine.chat_prompt(
-        [message.model_dump(exclude_unset=True) for message in messages],
-        chat_template=template,
-        add_generation_prompt=generates,
-        continue_final_message=goes_on,
-        **variables,
-    )
+    most = engine.info.max_model_len
+    if len(messages) > most:  # a template writes a token of each, and more
+        raise RequestCapacityError(
+            f"{len(messages):,} messages exceed max_model_len {most:,} tokens: send fewer",
+            parameter="messages",
+        )
+    try:
+        token_ids = await engine.chat_prompt(
+            [message.model_dump(exclude_unset=True) for message in messages],
+            chat_template=template,
+            add_generation_prompt=generates,
+            continue_final_message=goes_on,
+            **variables,
+        )
+    except RecursionError:
+        raise InvalidRequestError(
+            "messages or chat_template_kwargs are nested too deeply", parameter="messages"
+        ) from None
     if body.add_special_tokens:
         before, after = await _ends(engine)
         token_ids = before + token_ids + after

@@ -7,14 +7,27 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+)
 
 from octavo.request import MAX_LOGPROBS, MAX_N
 
 _INT64 = 2**63 - 1
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+# Bodies are parsed in the event loop, some 60 ms a MB: as parsing holds the interpreter's lock,
+# another thread would not let others go on. --max-body-bytes bounds it.
+# fail_fast, for an error of each of a million items would take gigabytes, and minutes.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
+Label = Annotated[str, Field(min_length=0)]
+"""Any text but half a surrogate pair, which plain `str` lets through and no answer can hold."""
 # The template refuses other parts, and says which.
 _Parts = Annotated[
     list[Any],
@@ -28,11 +41,64 @@ _Parts = Annotated[
                     "text": {"type": "string"},
                 },
                 "required": ["type", "text"],
+                "additionalProperties": False,
             },
         }
     ),
 ]
-Words = Annotated[list[Text], Field(max_length=1024)]
+MAX_LABELS = 64
+MAX_WORD = 1024
+"""Characters: each word is looked for in every answer, or tokenized while all others wait."""
+Word = Annotated[str, Field(min_length=1, max_length=MAX_WORD)]
+Words = Annotated[list[Word], Field(fail_fast=True, max_length=1024)]
+
+
+def _first_wrong_bias(given: object) -> object:
+    """Stops at the first key that is no token id, of a million of them."""
+    if isinstance(given, dict):
+        for key in given:
+            if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10):
+                raise ValueError(f"the key {key!r:.40} is no token id")
+            if len(key) > 1 and key[0] == "0":
+                raise ValueError(f"the key {key!r:.40} begins with a 0")
+    return given
+
+
+LogitBias = Annotated[
+    dict[
+        Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")],
+        Annotated[float, Field(ge=-100, le=100)],
+    ],
+    BeforeValidator(_first_wrong_bias),
+]
+
+
+def _few_labels(given: object) -> object:
+    if isinstance(given, dict) and len(given) > MAX_LABELS:
+        raise ValueError(f"{len(given):,} entries > {MAX_LABELS}")
+    return given
+
+
+Labels = Annotated[dict[Label, Label], BeforeValidator(_few_labels), Field(max_length=MAX_LABELS)]
+
+
+def _prompt_kind(given: object) -> str:
+    """What a prompt is meant to be, so that errors are of that kind alone."""
+    if not isinstance(given, list):
+        return "text"
+    first = given[0] if given else None
+    if isinstance(first, list):
+        return "prompts of ids"
+    return "prompts" if isinstance(first, str) else "ids"
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[TokenIds, Tag("ids")]
+    | Annotated[list[str], Field(fail_fast=True, min_length=1), Tag("prompts")]
+    | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1), Tag("prompts of ids")],
+    Discriminator(_prompt_kind),
+]
 
 
 class RequestBody(BaseModel):
@@ -85,19 +151,16 @@ class GenerationFields(RequestBody):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=1e-6, le=1e6)
     seed: int | None = Field(None, ge=-(2**63), le=_INT64, description="Fixes the random stream.")
-    stop: Text | Words | None = Field(None, description="Strings that end the text.")
-    stop_token_ids: list[TokenId] | None = Field(None, description="Tokens that end the output.")
+    stop: Word | Words | None = Field(None, description="Strings that end the text.")
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = Field(
+        None, description="Tokens that end the output."
+    )
     include_stop_str_in_output: bool | None = Field(None, description="Keep what ended it.")
     ignore_eos: bool | None = Field(None, description="Go on after end-of-sequence.")
     min_tokens: int | None = Field(
         None, ge=0, le=_INT64, description="No end-of-sequence or stop token before so many."
     )
-    logit_bias: (
-        dict[
-            Annotated[str, Field(pattern="^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]
-        ]
-        | None
-    ) = Field(None, description="By token id: added to its logit.")
+    logit_bias: LogitBias | None = Field(None, description="By token id: added to its logit.")
     allowed_token_ids: TokenIds | None = Field(None, description="Only these can be sampled.")
     bad_words: Words | None = Field(None, description="Words that cannot be generated.")
     skip_special_tokens: bool | None = Field(None, description="Leave them out of the text; true.")
@@ -128,7 +191,7 @@ class GenerationFields(RequestBody):
     return_kv_usage: bool | None = Field(
         None, description="What the request cost the KV pool, as usage.kv."
     )
-    user: str | None = Field(
+    user: Label | None = Field(
         None, description="Noted in the server's request log (--log-requests); decides nothing."
     )
 
@@ -136,12 +199,7 @@ class GenerationFields(RequestBody):
 class CompletionRequest(GenerationFields):
     """The body of /v1/completions."""
 
-    prompt: (
-        str
-        | TokenIds
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[TokenIds], Field(min_length=1)]
-    ) = Field(description="Text, token ids, or a list of either.")
+    prompt: Prompt = Field(description="Text, token ids, or a list of either.")
     max_tokens: int | None = Field(
         None, ge=0, le=_INT64, description="Most tokens to generate; 16. 0 is for echo alone."
     )
@@ -169,7 +227,9 @@ class ResponseFormat(RequestBody):
 class TemplateFields(RequestBody):
     """How messages become a prompt."""
 
-    messages: list[ChatMessage] = Field(min_length=1, description="The conversation so far.")
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(
+        min_length=1, description="The conversation so far."
+    )
     add_generation_prompt: bool | None = Field(
         None, description="End with the head of an assistant's message; true."
     )
@@ -201,12 +261,14 @@ class ChatRequest(GenerationFields, TemplateFields):
         None, description="Begin with the last message, if it is the assistant's."
     )
     response_format: ResponseFormat | None = Field(None, description="Free text only.")
-    metadata: dict[str, str] | None = Field(
+    metadata: Labels | None = Field(
         None, description="Noted in the server's request log; decides nothing."
     )
-    safety_identifier: str | None = Field(None, description="As user.")
+    safety_identifier: Label | None = Field(None, description="As user.")
     store: Literal[False] | None = Field(None, description="Nothing is stored.")
-    modalities: list[Literal["text"]] | None = Field(None, description="Text only.")
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = Field(
+        None, description="Text only."
+    )
     service_tier: Literal["auto", "default"] | None = Field(None, description="There is one.")
 
 
@@ -215,7 +277,7 @@ class TokenizeRequest(RequestBody):
 
     model: str | None = None
     prompt: str | None = Field(None, description="Text; or else give messages.")
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = Field(
         None, description="true for a prompt, false for messages."
     )
@@ -230,4 +292,4 @@ class DetokenizeRequest(RequestBody):
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId] = Field(description="Token ids.")
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)] = Field(description="Token ids.")

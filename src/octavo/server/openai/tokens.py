@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from octavo.errors import InvalidRequestError
 from octavo.server.openai import replies
-from octavo.server.openai.answer import check_model, state_of
+from octavo.server.openai.answer import check_model, naming, state_of
 from octavo.server.openai.extras import ignored_fields
 from octavo.server.openai.prompts import chat_ids
 from octavo.server.openai.protocol import DetokenizeRequest, TokenizeRequest
@@ -28,7 +28,8 @@ async def tokenize(body: TokenizeRequest, request: Request, response: Response) 
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give either prompt or messages", parameter="prompt")
     if body.messages is not None:
-        token_ids = await chat_ids(state, body, body.messages)
+        with naming("messages", prompt="messages"):
+            token_ids = await chat_ids(state, body, body.messages)
     else:
         for name in _OF_MESSAGES:
             if getattr(body, name) is not None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from octavo.server.openai.protocol import RequestBody, ResponseFormat
+from octavo.server.openai.protocol import Label, Labels, RequestBody, ResponseFormat
 from octavo.server.openai.protocol import Text as NotEmpty
 
 _INT64 = 2**63 - 1
@@ -66,7 +66,7 @@ class ResponsesRequest(RequestBody):
         description="Text, or a list of messages whose content is text or a list of input_text "
         "and output_text parts."
     )
-    instructions: str | None = Field(None, description="A system message before the input.")
+    instructions: Label | None = Field(None, description="A system message before the input.")
     max_output_tokens: int | None = Field(
         None, ge=1, le=_INT64, description="Most tokens to generate; else what fits."
     )
@@ -75,18 +75,18 @@ class ResponsesRequest(RequestBody):
     top_logprobs: int | None = Field(
         None, ge=0, le=20, description=f"Most probable tokens; needs include: ['{LOGPROBS}']."
     )
-    include: list[Literal["message.output_text.logprobs"]] | None = Field(
-        None, description="The logprob of every token."
-    )
+    include: (
+        Annotated[list[Literal["message.output_text.logprobs"]], Field(fail_fast=True)] | None
+    ) = Field(None, description="The logprob of every token.")
     stream: bool | None = Field(None, description="Answer by server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="Needs stream.")
-    metadata: dict[str, str] | None = Field(
+    metadata: Labels | None = Field(
         None, description="Repeated in the answer and noted in the server's request log."
     )
-    user: str | None = Field(
+    user: Label | None = Field(
         None, description="Noted in the server's request log (--log-requests); decides nothing."
     )
-    safety_identifier: str | None = Field(None, description="As user.")
+    safety_identifier: Label | None = Field(None, description="As user.")
     store: Literal[False] | None = Field(None, description="Nothing is stored.")
     background: Literal[False] | None = Field(None, description="Answers are waited for.")
     text: TextOptions | None = Field(None, description="Free text only.")
