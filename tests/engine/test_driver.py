@@ -18,7 +18,7 @@ class FakeEngine:
         self.live: set[str] = set()
         self.has_calls = 0
 
-    def add(self, request_id, prompt, params, *, priority, kind) -> None:
+    def add(self, request_id, prompt, params, *, priority, client_id, kind) -> None:
         self.live.add(request_id)
 
     def has(self, request_id: str) -> bool:
