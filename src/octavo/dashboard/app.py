@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 from urllib.parse import parse_qs
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -17,9 +17,7 @@ from fastapi.responses import JSONResponse
 from octavo.dashboard.feed import DEFAULT_HZ, LEAST_HZ, MOST_HZ, FrameSource, FrameStream
 from octavo.errors import ConfigError, IntegrityError, InvalidRequestError, OctavoError
 from octavo.server.life import Phase
-
-if TYPE_CHECKING:
-    from octavo.server.state import ServerState
+from octavo.server.state import ServerState, state_of
 
 COOKIE = "octavo-dashboard"
 DATA = ("sources", "frames", "block")
@@ -216,12 +214,8 @@ class EngineSource:
         return info
 
 
-def _state(request: Request) -> ServerState:
-    return cast("ServerState", request.app.state.octavo)
-
-
 def _log_in(request: Request, key: str) -> str | None:
-    keys = _state(request).keys
+    keys = state_of(request).keys
     if not keys.has_admin_key:
         raise ConfigError("this server has no admin key: there is nothing to log in for")
     return keys.cookie_for(key)
@@ -229,11 +223,11 @@ def _log_in(request: Request, key: str) -> str | None:
 
 def _is_leaving(request: Request) -> bool:
     """Nothing is to be seen any more: the last request of a server that ends was answered."""
-    state = _state(request)
+    state = state_of(request)
     return state.life.phase is Phase.STOPPING and not state.calls
 
 
 router = make_router(
-    lambda request: (EngineSource(_state(request)),), login=_log_in, is_leaving=_is_leaving
+    lambda request: (EngineSource(state_of(request)),), login=_log_in, is_leaving=_is_leaving
 )
 """For a server: reads `request.app.state.octavo`."""

@@ -26,6 +26,7 @@ from octavo.engine.sizing import (
     num_logit_rows,
 )
 from octavo.engine.tiers import check_disk_folder, open_disk, why_prefixes_are_not_shared
+from octavo.engine.tokenizers import tokenizer_of
 from octavo.errors import ConfigError
 from octavo.kv import KVCacheManager
 from octavo.layers.workspace import Workspace, workspace_bytes
@@ -41,9 +42,9 @@ from octavo.runner.runner import Runner
 from octavo.sampling import sampling_bytes
 from octavo.sched import Scheduler
 from octavo.sched.costs import CostModel
-from octavo.text.tokenizer import Tokenizer, load_tokenizer
+from octavo.text.tokenizer import Tokenizer
 from octavo.weights.load import load_weights, open_model
-from octavo.weights.locate import ModelFiles, locate, locate_tokenizer
+from octavo.weights.locate import ModelFiles, locate
 from octavo.weights.progress import Progress
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -61,7 +62,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
     available = memory.available_bytes() if before is None else 0
     files = locate(config.model, config.revision, config.load_format, progress)
     model = _load(files, config, progress, before)
-    tokenizer = _tokenizer(config, files)
+    tokenizer = tokenizer_of(config, files)
     if before is None:
         device = _on_cpu(config, model, available)
     else:
@@ -162,14 +163,6 @@ def resolve_dtype(name: DType, device: torch.device, own: str) -> torch.dtype:
 
 def _name_of(dtype: torch.dtype) -> DType:
     return cast("DType", next(name for name, value in _DTYPES.items() if value == dtype))
-
-
-def _tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer | None:
-    if config.skip_tokenizer_init:
-        return None
-    if config.tokenizer is not None:
-        return load_tokenizer(locate_tokenizer(config.tokenizer))
-    return load_tokenizer(files.tokenizer)
 
 
 def _eos_token_ids(arch: ModelArch, tokenizer: Tokenizer | None) -> frozenset[int]:

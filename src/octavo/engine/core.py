@@ -56,7 +56,7 @@ class EngineCore(StepLoop):
                 "in every second step, or without overlap if there are no others"
             )
             logger.info("request %s: %s", request.request_id, why)
-            self._note(EventKind.NO_OVERLAP, request.request_id, why)
+            self.note(EventKind.NO_OVERLAP, request.request_id, why)
 
     def finish(self, seq_id: int, stop_reason: str) -> None:
         """End a sequence because a stop string was found in its text."""
@@ -98,13 +98,9 @@ class EngineCore(StepLoop):
         own = self._num_noted - len(self._events)
         return own + self.scheduler.pressure_totals.num_events_forgotten
 
-    def note(self, kind: EventKind, request_id: str | None, why: str) -> None:
-        """Make an event of something that happened now."""
-        self._note(kind, request_id, why)
-
     def note_refusal(self, request_id: str | None, error: CapacityError) -> None:
         """Make an event of what can never fit: a request, or a pin or a resize (None)."""
-        self._note(EventKind.REFUSED, request_id, str(error))
+        self.note(EventKind.REFUSED, request_id, str(error))
 
     def pin(self, token_ids: list[int], salt: str = "") -> Pin:
         """Keep the KV of the whole blocks of a prefix in the pool, as far as it is there now.

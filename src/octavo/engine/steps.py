@@ -309,14 +309,15 @@ class StepLoop:
             for plan in reversed(plans):
                 self.scheduler.retell(plan)
         for hit_id in request_ids or (None,):
-            self._note(EventKind.FAILED, hit_id, why)
+            self.note(EventKind.FAILED, hit_id, why)
         if not isinstance(error, Exception):
             return error
         failure = StepFailedError(why, request_ids=request_ids)
         failure.__cause__ = error
         return failure
 
-    def _note(self, kind: EventKind, request_id: str | None, why: str) -> None:
+    def note(self, kind: EventKind, request_id: str | None, why: str) -> None:
+        """Make an event of something that happened now."""
         event = EngineEvent(kind=kind, time_s=self.clock(), request_id=request_id, why=why)
         self._events.append(event)
         self._num_noted += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,14 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from octavo.server.errors import NotFoundError
 from octavo.server.life import Phase
 from octavo.server.logs import log
-from octavo.server.state import ServerState
+from octavo.server.state import state_of
 
 router = APIRouter(prefix="/admin", tags=["admin"])
 RequestId = Annotated[str, Field(max_length=200)]
-
-
-def _state(request: Request) -> ServerState:
-    return cast("ServerState", request.app.state.octavo)
 
 
 class _Body(BaseModel):
@@ -49,7 +45,7 @@ class LogLevelBody(_Body):
 )
 async def abort(body: AbortBody, request: Request) -> dict[str, int]:
     """Its blocks are free within one step; its client gets an error."""
-    state = _state(request)
+    state = state_of(request)
     for prefix in ("", "cmpl-", "chatcmpl-", "resp_", "msg_"):
         call = state.calls.get(body.request_id.removeprefix(prefix))
         if call is not None:
@@ -64,14 +60,14 @@ async def abort(body: AbortBody, request: Request) -> dict[str, int]:
 @router.get("/requests", summary="Requests under way")
 async def requests(request: Request) -> dict[str, Any]:
     """Ids and clients of all calls that have not ended."""
-    calls = _state(request).calls.values()
+    calls = state_of(request).calls.values()
     return {"requests": [{"id": c.request_id, "client": c.client.name} for c in calls]}
 
 
 @router.post("/drain", summary="Take no new requests")
 async def drain(request: Request) -> dict[str, Any]:
     """Running ones go on; `/ready` says 503. Goes on until `/admin/undrain`."""
-    state = _state(request)
+    state = state_of(request)
     if state.life.phase is Phase.STARTING:
         state.life.check()
     state.life.drain()
@@ -81,7 +77,7 @@ async def drain(request: Request) -> dict[str, Any]:
 @router.post("/undrain", summary="Take requests again")
 async def undrain(request: Request) -> dict[str, Any]:
     """After `/admin/drain`; not after SIGTERM."""
-    state = _state(request)
+    state = state_of(request)
     if state.life.phase is not Phase.DRAINING:
         state.life.check()
     state.life.serve()
@@ -91,27 +87,27 @@ async def undrain(request: Request) -> dict[str, Any]:
 @router.post("/resize_kv_cache", summary="Make the KV pool larger or smaller")
 async def resize_kv_cache(body: ResizeBody, request: Request) -> dict[str, int]:
     """To so many bytes, in whole blocks; what it became."""
-    return {"num_blocks": await _state(request).engine.resize_kv_cache(body.num_bytes)}
+    return {"num_blocks": await state_of(request).engine.resize_kv_cache(body.num_bytes)}
 
 
 @router.post("/reset_prefix_cache", summary="Forget cached prefixes")
 async def reset_prefix_cache(request: Request) -> dict[str, int]:
     """How many blocks were dropped."""
-    return {"num_blocks": await _state(request).engine.reset_prefix_cache()}
+    return {"num_blocks": await state_of(request).engine.reset_prefix_cache()}
 
 
 @router.post("/log_level", summary="Write more or less to the log")
 async def log_level(body: LogLevelBody, request: Request) -> dict[str, str]:
     """Of both processes."""
     logging.getLogger("octavo").setLevel(body.level.upper())
-    await _state(request).engine.set_log_level(body.level.upper())
+    await state_of(request).engine.set_log_level(body.level.upper())
     return {"level": body.level}
 
 
 @router.get("/memory", summary="Where every byte of the KV pool is")
 async def memory(request: Request) -> dict[str, Any]:
     """The memory report, also as text."""
-    return await _state(request).engine.memory_report()
+    return await state_of(request).engine.memory_report()
 
 
 @router.get("/events", summary="What happened for lack of memory")
@@ -119,5 +115,5 @@ async def events(
     request: Request, request_id: Annotated[str | None, Query(max_length=200)] = None
 ) -> dict[str, Any]:
     """Of one request, or the latest of all."""
-    found = await _state(request).engine.events(request_id)
+    found = await state_of(request).engine.events(request_id)
     return {"events": [event.as_dict() for event in found]}

@@ -25,7 +25,7 @@ from octavo.server.errors import (
     status_of,
 )
 from octavo.server.middleware import Front, path_of
-from octavo.server.state import ServerState
+from octavo.server.state import ServerState, state_of
 
 logger = logging.getLogger("octavo.server")
 
@@ -143,10 +143,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _answer(request: Request, error: Exception) -> Response:
-    state = cast("ServerState", request.app.state.octavo)
+    state = state_of(request)
     status = status_of(error)
     if status == 500:
         logger.error("%s: %s", type(error).__name__, error)
-    state.observer.refused(code_of(error) or "invalid_value")
+    state.metrics.refused(code_of(error) or "invalid_value")
     shape = shape_for(path_of(request.scope), error)
     return JSONResponse(shape, status, headers=headers_of(error))

@@ -82,7 +82,7 @@ class Call:
             raise
         if self._streams:
             state.calls[self.request_id] = self
-            state.observer.in_flight(len(state.calls))
+            state.metrics.in_flight(len(state.calls))
         timeout_s = state.config.request_timeout_s
         if timeout_s is not None:
             self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire, timeout_s)
@@ -173,11 +173,11 @@ class Call:
         self._streams.pop(request_id, None)
         state.limits.ended(self.client, watch.num_unused_tokens)
         if watch.last is not None:
-            state.observer.ended(watch.last, watch.num_completions)
+            state.metrics.ended(watch.last, watch.num_completions)
             for completion in watch.last.outputs:
-                state.observer.completion_ended(str(completion.finish_reason or "stop"))
+                state.metrics.completion_ended(str(completion.finish_reason or "stop"))
         else:
-            state.observer.aborted(_reason(error))
+            state.metrics.aborted(_reason(error))
         if state.tracer is not None:
             why = None if watch.last is not None else _reason(error)
             state.tracer.ended(request_id, watch.last, self._traceparent, why)
@@ -191,7 +191,7 @@ class Call:
             self._timer = None
         if self._state.calls.get(self.request_id) is self:
             del self._state.calls[self.request_id]
-            self._state.observer.in_flight(len(self._state.calls))
+            self._state.metrics.in_flight(len(self._state.calls))
 
     def _expire(self, timeout_s: float) -> None:
         self.abort(
@@ -227,7 +227,7 @@ class _Watch:
         self.num_completions = _num_completions(params)
         self.last: RequestOutput | None = None
         self._num_asked, self._num_made = size, 0
-        self._observer = call._state.observer
+        self._metrics = call._state.metrics
         self._at_s: float | None = None
 
     def put(self, output: RequestOutput) -> None:
@@ -237,7 +237,7 @@ class _Watch:
         if not self._num_made:
             self._num_made = len(output.prompt_token_ids)
         elif self._at_s is not None and num:
-            self._observer.news(num, now - self._at_s)
+            self._metrics.news(num, now - self._at_s)
         self._num_made += num
         self._at_s = now
         if output.finished:

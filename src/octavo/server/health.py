@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from octavo.server.state import ServerState
+from octavo.server.state import state_of
 
 router = APIRouter(tags=["health"])
 _CODES: dict[int | str, dict[str, Any]] = {503: {"description": "It is not; the body says why"}}
-
-
-def _state(request: Request) -> ServerState:
-    return cast("ServerState", request.app.state.octavo)
 
 
 @router.get("/health", summary="Is the server alive", responses=_CODES)
 async def health(request: Request) -> Response:
     """200 while the model loads and while requests are answered, drained or not; 503 while the
     engine's process is gone: restart the server if that lasts."""
-    return _told(_state(request).life.why_not_alive)
+    return _told(state_of(request).life.why_not_alive)
 
 
 @router.get("/ready", summary="Does the server take requests", responses=_CODES)
 async def ready(request: Request) -> Response:
     """503 while it starts, drains, or its engine is being started again: send requests elsewhere
     meanwhile."""
-    return _told(_state(request).life.why_not_ready)
+    return _told(state_of(request).life.why_not_ready)
 
 
 @router.get("/version", summary="The server's version")

@@ -150,7 +150,7 @@ class _Seen:
         headers |= headers_of(error)
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         start = {"type": "http.response.start", "status": status_of(error), "headers": raw}
-        self._state.observer.refused(code_of(error) or "invalid_value")
+        self._state.metrics.refused(code_of(error) or "invalid_value")
         await self.send(start)
         await self._send({"type": "http.response.body", "body": body})
 
@@ -158,7 +158,7 @@ class _Seen:
         """Tell those who measure and log."""
         route = self._scope.get("route")
         endpoint = getattr(route, "path", "unknown")
-        self._state.observer.answered(endpoint, self.status)
+        self._state.metrics.answered(endpoint, self.status)
         if self._state.config.log_requests:
             seconds = time.monotonic() - self._begin_s
             log(

@@ -222,7 +222,7 @@ async def _main(
     tracer = None if endpoint is None else Tracer.to(endpoint, names[0])
     metrics = Metrics(names[0], lambda: engine.stats)
     state = ServerState(
-        config, engine, keys, model_names=names, chat_template=template, observer=metrics,
+        config, engine, keys, model_names=names, chat_template=template, metrics=metrics,
         tracer=tracer,
     )  # fmt: skip
     http = _Http(
@@ -269,9 +269,9 @@ async def _main(
 
 
 def _tell_state(state: ServerState, new: EngineState) -> None:
-    state.observer.engine_up(new is EngineState.READY)
+    state.metrics.engine_up(new is EngineState.READY)
     if new is EngineState.RESTARTING:
-        state.observer.engine_restarted()
+        state.metrics.engine_restarted()
 
 
 def _load(http: uvicorn.Config, config: ServeConfig) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from fastapi import APIRouter, Request, Response
 
-from octavo.server.metrics import CONTENT_TYPE, Metrics
-from octavo.server.state import ServerState
+from octavo.server.metrics import CONTENT_TYPE
+from octavo.server.state import state_of
 
 router = APIRouter(tags=["health"])
 
@@ -20,7 +18,4 @@ router = APIRouter(tags=["health"])
 )
 async def metrics(request: Request) -> Response:
     """Names, meanings and formulas: docs/metrics.md. On a loopback address it needs no key."""
-    state = cast("ServerState", request.app.state.octavo)
-    observer = state.observer
-    text = observer.text() if isinstance(observer, Metrics) else b""
-    return Response(text, media_type=CONTENT_TYPE)
+    return Response(state_of(request).metrics.text(), media_type=CONTENT_TYPE)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+
+from fastapi import Request
 
 from octavo.engine.async_engine import AsyncEngine
 from octavo.server.config import ServeConfig
 from octavo.server.keys import KeyRing
 from octavo.server.life import Life
 from octavo.server.limits import Limiter
-from octavo.server.observe import NullObserver, Observer
+from octavo.server.metrics import Metrics
 
 if TYPE_CHECKING:
     from octavo.server.calls import Call
@@ -29,14 +31,14 @@ class ServerState:
         *,
         model_names: Sequence[str],
         chat_template: str | None = None,
-        observer: Observer | None = None,
+        metrics: Metrics,
         tracer: Tracer | None = None,
     ) -> None:
         self.config, self.engine, self.keys = config, engine, keys
         self.model_names = tuple(model_names)
         self.chat_template = chat_template
         """The text of `--chat-template`; None: the model's own."""
-        self.observer: Observer = NullObserver() if observer is None else observer
+        self.metrics = metrics
         self.tracer = tracer
         """Makes a span of each request; None: nobody wants them."""
         self.limits = Limiter(config)
@@ -45,3 +47,8 @@ class ServerState:
         """Under way: those that have submitted requests which have not ended, by request id."""
         self.started_s = time.time()
         """For people; nothing is measured by it."""
+
+
+def state_of(request: Request) -> ServerState:
+    """The state of the server that a request has come to."""
+    return cast("ServerState", request.app.state.octavo)

@@ -28,10 +28,8 @@ def about(built: BuiltEngine) -> dict[str, Any]:
     }
 
 
-def stats_of(
-    built: BuiltEngine, num_prompt_tokens: int = 0, num_generation_tokens: int = 0
-) -> EngineStats:
-    """The engine's numbers now; tokens of requests as its driver has counted them."""
+def stats_of(built: BuiltEngine) -> EngineStats:
+    """The engine's numbers now."""
     core = built.engine.core
     kv, scheduler = core.kv, core.scheduler
     ledger, cache, pressure = kv.ledger(), kv.cache_stats(), scheduler.pressure_totals
@@ -48,8 +46,8 @@ def stats_of(
         host_blocks=_tier(kv.host_ledger()),
         disk_blocks=_tier(kv.disk_ledger()),
         steps_total=core.history.num_steps,
-        prompt_tokens_total=num_prompt_tokens,
-        generation_tokens_total=num_generation_tokens,
+        prompt_tokens_total=scheduler.roster.num_prompt_tokens,
+        generation_tokens_total=scheduler.roster.num_output_tokens,
         preemptions_total={mode: sums.num_seqs for mode, sums in pressure.by_mode.items()},
         storms_total=pressure.num_storms,
         prefix_query_tokens_total=cache.query_tokens,

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 from octavo.config import EngineConfig
+from octavo.engine.tokenizers import tokenizer_of
 from octavo.errors import InvalidRequestError
 from octavo.text.chat import ChatTemplate
 from octavo.text.chat import chat_template as find_template
-from octavo.text.tokenizer import Tokenizer, load_tokenizer
-from octavo.weights.locate import locate, locate_tokenizer
+from octavo.text.tokenizer import Tokenizer
 
 _LONG_TEXT = 8_192
 """Characters from which on tokenizing is worth another thread: some 2 ms."""
@@ -29,12 +29,7 @@ class TextSide:
     @classmethod
     def load(cls, config: EngineConfig) -> TextSide:
         """Raises `ModelError` for a model without a usable tokenizer."""
-        if config.skip_tokenizer_init:
-            return cls(None)
-        if config.tokenizer is not None:
-            return cls(load_tokenizer(locate_tokenizer(config.tokenizer)))
-        files = locate(config.model, config.revision, config.load_format)
-        return cls(load_tokenizer(files.tokenizer))
+        return cls(tokenizer_of(config))
 
     def _needed(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -63,7 +63,6 @@ class Worker:
         self._questions = Questions(built)
         self._leaks = LeakCheck(self._core)
         self._news = wire.News([], [], [], [], [])
-        self._num_prompt_tokens = self._num_generated = 0
         self._num_still = 0
         self._parent_pid = os.getppid()
         self._is_stopped = False
@@ -127,8 +126,6 @@ class Worker:
                 request.request_id, type(error).__name__, str(error), error.parameter
             )
             self._news.refused.append(refusal)
-        else:
-            self._num_prompt_tokens += len(request.prompt_token_ids)
 
     def _abort(self, message: wire.Abort) -> None:
         for request_id in message.request_ids:
@@ -186,7 +183,6 @@ class Worker:
         self._num_still = self._num_still + 1 if is_still else 0
         self._news.updates.extend(updates)
         for update in updates:
-            self._num_generated += len(update.token_ids)
             if update.finish_reason is not None:
                 self._note_end(update.request_id)
 
@@ -225,7 +221,7 @@ class Worker:
         news, stats, live = self._news, None, None
         if now_s >= self._next_stats_s:
             self._next_stats_s = now_s + _STATS_S
-            stats = stats_of(self._built, self._num_prompt_tokens, self._num_generated)
+            stats = stats_of(self._built)
             if now_s >= self._next_live_s:
                 self._next_live_s = now_s + _LIVE_S
                 live = list(self._core.live_request_ids)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
 from octavo.engine.output import OutputKind
@@ -18,12 +17,12 @@ from octavo.server.anthropic.protocol import (
     MessagesRequest,
 )
 from octavo.server.calls import Call, call_of
-from octavo.server.openai.answer import check_model, naming, note, state_of, stream_response
-from octavo.server.openai.collect import CLIENT_GONE, collect
+from octavo.server.openai.answer import check_model, naming, note, stream_response, whole_response
 from octavo.server.openai.extras import ignored_fields, ignored_header
 from octavo.server.openai.prompts import PromptIds, check_fits
 from octavo.server.openai.usage import Usage
 from octavo.server.parts import PartReader
+from octavo.server.state import state_of
 
 router = APIRouter(tags=["Anthropic"])
 _PLAIN = ("temperature", "top_p", "top_k", "seed", "ignore_eos")
@@ -57,14 +56,9 @@ async def create_message(
     answer = Answer(model, call.request_id.removeprefix("msg_"), usage)
     if body.stream:
         return stream_response(request, call, streams, MessageEvents(answer), headers)
-    try:
-        outputs = await collect(request.receive, streams)
-    finally:
-        call.close()
-    if outputs is None:
-        return Response(status_code=CLIENT_GONE)
-    content = msgspec.json.encode(answer.ended(outputs[0]))
-    return Response(content, media_type="application/json", headers=headers)
+    return await whole_response(
+        request, call, streams, lambda outputs: answer.ended(outputs[0]), headers
+    )
 
 
 @router.post(

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from fastapi import Request, Response
 
 from octavo.engine.remote.streams import OutputStream
 from octavo.errors import InvalidRequestError
+from octavo.outputs import RequestOutput
 from octavo.server.calls import LABELS
 from octavo.server.errors import NotFoundError
 from octavo.server.openai.chunks import Shown
+from octavo.server.openai.collect import CLIENT_GONE, collect
 from octavo.server.openai.protocol import GenerationFields
 from octavo.server.sse import EventSource, EventStreamResponse
+from octavo.server.state import ServerState, state_of
 
 if TYPE_CHECKING:
     from octavo.server.calls import Call
-    from octavo.server.state import ServerState
 
 
 _MAX_LABEL = 512
@@ -29,11 +32,6 @@ class ModelNotServedError(NotFoundError):
     """No model goes by that name here."""
 
     code = "model_not_found"
-
-
-def state_of(request: Request) -> ServerState:
-    """The server's."""
-    return cast("ServerState", request.app.state.octavo)
 
 
 def check_model(state: ServerState, name: str | None) -> str:
@@ -91,6 +89,25 @@ def stream_response(
         slow_reader_timeout_s=config.slow_reader_timeout_s,
         headers=headers,
     )
+
+
+async def whole_response(
+    request: Request,
+    call: Call,
+    streams: Sequence[OutputStream],
+    shape: Callable[[list[RequestOutput]], Any],
+    headers: Mapping[str, str],
+) -> Response:
+    """All of it as JSON, once it is there: `shape` makes it of the last outputs. The call ends with
+    it, or with the client's leaving."""
+    try:
+        outputs = await collect(request.receive, streams)
+    finally:
+        call.close()
+    if outputs is None:
+        return Response(status_code=CLIENT_GONE)
+    content = msgspec.json.encode(shape(outputs))
+    return Response(content, media_type="application/json", headers=headers)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
 from octavo.engine.output import OutputKind
@@ -18,17 +17,17 @@ from octavo.server.openai.answer import (
     naming,
     note,
     shown_of,
-    state_of,
     stream_response,
+    whole_response,
 )
 from octavo.server.openai.chunks import ChatChunks
-from octavo.server.openai.collect import CLIENT_GONE, collect
 from octavo.server.openai.extras import ignored_fields
 from octavo.server.openai.logprobs import TokenWriter, chat_logprobs, prompt_logprobs
 from octavo.server.openai.params import max_tokens_of, num_logprobs, params_of
 from octavo.server.openai.prompts import PromptIds, chat_ids, check_fits, truncated_chat
 from octavo.server.openai.protocol import ChatRequest
 from octavo.server.openai.usage import Usage
+from octavo.server.state import state_of
 
 router = APIRouter(tags=["OpenAI"])
 KNOWN_ID = "chatcmpl-"
@@ -80,21 +79,17 @@ async def create_chat_completion(
         shown = shown_of(body, num_logprobs(body))
         chunks = ChatChunks(head, shown, writer, usage, echo=echo)
         return stream_response(request, call, streams, chunks, headers)
-    try:
-        outputs = await collect(request.receive, streams)
-    finally:
-        call.close()
-    if outputs is None:
-        return Response(status_code=CLIENT_GONE)
-    output = outputs[0]
-    usage.add(0, output)
-    choices = [
-        _choice(body, writer, echo, i, completion)
-        for i, completion in enumerate(output.outputs[: body.n or 1])
-    ]
-    answer = head | {"choices": choices, "usage": usage.shape()} | _of_prompt(body, output)
-    content = msgspec.json.encode(answer)
-    return Response(content, media_type="application/json", headers=headers)
+
+    def shape(outputs: list[RequestOutput]) -> dict[str, Any]:
+        output = outputs[0]
+        usage.add(0, output)
+        choices = [
+            _choice(body, writer, echo, i, completion)
+            for i, completion in enumerate(output.outputs[: body.n or 1])
+        ]
+        return head | {"choices": choices, "usage": usage.shape()} | _of_prompt(body, output)
+
+    return await whole_response(request, call, streams, shape, headers)
 
 
 def _choice(

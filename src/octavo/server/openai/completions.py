@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
 from octavo.engine.output import OutputKind
@@ -19,17 +18,17 @@ from octavo.server.openai.answer import (
     naming,
     note,
     shown_of,
-    state_of,
     stream_response,
+    whole_response,
 )
 from octavo.server.openai.chunks import CompletionChunks
-from octavo.server.openai.collect import CLIENT_GONE, collect
 from octavo.server.openai.extras import ignored_fields
 from octavo.server.openai.logprobs import CompletionLogprobs, TokenWriter, prompt_logprobs
 from octavo.server.openai.params import max_tokens_of, params_of
 from octavo.server.openai.prompts import PromptIds, check_fits, completion_prompts
 from octavo.server.openai.protocol import CompletionRequest
 from octavo.server.openai.usage import Usage
+from octavo.server.state import state_of
 
 router = APIRouter(tags=["OpenAI"])
 KNOWN_ID = "cmpl-"
@@ -83,18 +82,15 @@ async def create_completion(
             first_name=lambda token_id: state.engine.decode([token_id]),
         )
         return stream_response(request, call, streams, chunks, headers)
-    try:
-        outputs = await collect(request.receive, streams)
-    finally:
-        call.close()
-    if outputs is None:
-        return Response(status_code=CLIENT_GONE)
     answer = _Answer(request, body, writer, echo)
-    choices = [c for i, output in enumerate(outputs) for c in answer.choices(i, output)]
-    for index, output in enumerate(outputs):
-        usage.add(index, output, 0 if max_tokens == 0 else None)
-    content = msgspec.json.encode(head | {"choices": choices, "usage": usage.shape()})
-    return Response(content, media_type="application/json", headers=headers)
+
+    def shape(outputs: list[RequestOutput]) -> dict[str, Any]:
+        choices = [c for i, output in enumerate(outputs) for c in answer.choices(i, output)]
+        for index, output in enumerate(outputs):
+            usage.add(index, output, 0 if max_tokens == 0 else None)
+        return head | {"choices": choices, "usage": usage.shape()}
+
+    return await whole_response(request, call, streams, shape, headers)
 
 
 class _Answer:

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Request
 
 from octavo.server.openai import replies
-from octavo.server.openai.answer import check_model, state_of
+from octavo.server.openai.answer import check_model
+from octavo.server.state import state_of
 
 router = APIRouter(tags=["OpenAI"])
 

@@ -8,10 +8,11 @@ from fastapi import APIRouter, Request, Response
 
 from octavo.errors import InvalidRequestError
 from octavo.server.openai import replies
-from octavo.server.openai.answer import check_model, naming, state_of
+from octavo.server.openai.answer import check_model, naming
 from octavo.server.openai.extras import ignored_fields
 from octavo.server.openai.prompts import chat_ids
 from octavo.server.openai.protocol import DetokenizeRequest, TokenizeRequest
+from octavo.server.state import state_of
 
 router = APIRouter(tags=["tokens"])
 _OF_MESSAGES = (

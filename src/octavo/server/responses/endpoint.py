@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
 from octavo.engine.output import OutputKind
 from octavo.errors import InvalidRequestError
+from octavo.outputs import RequestOutput
 from octavo.request import SamplingParams
 from octavo.server.calls import Call, call_of
-from octavo.server.openai.answer import check_model, naming, note, state_of, stream_response
-from octavo.server.openai.collect import CLIENT_GONE, collect
+from octavo.server.openai.answer import check_model, naming, note, stream_response, whole_response
 from octavo.server.openai.extras import ignored_fields, ignored_header
 from octavo.server.openai.logprobs import TokenWriter
 from octavo.server.openai.prompts import PromptIds, check_fits
@@ -22,6 +21,7 @@ from octavo.server.responses.answer import Answer, ResponseEvents
 from octavo.server.responses.items import messages_of
 from octavo.server.responses.protocol import LOGPROBS, ResponsesRequest
 from octavo.server.responses.replies import ResponseBody
+from octavo.server.state import state_of
 
 router = APIRouter(tags=["OpenAI"])
 _PLAIN = ("temperature", "top_p", "top_k", "seed", "ignore_eos")
@@ -62,19 +62,15 @@ async def create_response(
     answer = Answer(body, model, request_id, TokenWriter(engine.tokenizer))
     if body.stream:
         return stream_response(request, call, streams, ResponseEvents(answer), headers)
-    try:
-        outputs = await collect(request.receive, streams)
-    finally:
-        call.close()
-    if outputs is None:
-        return Response(status_code=CLIENT_GONE)
-    (output,) = outputs
-    (completion,) = output.outputs
-    answer.usage.add(0, output)
-    logprobs = answer.logprobs(completion)
-    whole = answer.ended(completion.text, logprobs, completion.finish_reason)
-    content = msgspec.json.encode(whole)
-    return Response(content, media_type="application/json", headers=headers)
+
+    def shape(outputs: list[RequestOutput]) -> dict[str, Any]:
+        (output,) = outputs
+        (completion,) = output.outputs
+        answer.usage.add(0, output)
+        logprobs = answer.logprobs(completion)
+        return answer.ended(completion.text, logprobs, completion.finish_reason)
+
+    return await whole_response(request, call, streams, shape, headers)
 
 
 def _params(body: ResponsesRequest) -> SamplingParams:
