@@ -45,7 +45,9 @@ def test_the_pool_is_resized(server: Any) -> None:
     half = server.call("/admin/resize_kv_cache", {"num_bytes": 2 * 2**20})
     assert half.status == 200, half.body
     restored = server.call("/admin/resize_kv_cache", {"num_bytes": 4 * 2**20}).json
-    assert 0 < half.json["num_blocks"] < restored["num_blocks"]
+    assert 0 < half.json["num_bytes"] < restored["num_bytes"]
+    block = before["plan"]["kv_bytes"] // before["plan"]["num_blocks"]
+    assert half.json == {"num_bytes": 2 * 2**20 // block * block}, "whole blocks of what was asked"
     assert (
         server.call("/admin/memory").json["text"].splitlines()[0]
         == (before["text"].splitlines()[0])

@@ -87,7 +87,7 @@ async def undrain(request: Request) -> dict[str, Any]:
 @router.post("/resize_kv_cache", summary="Make the KV pool larger or smaller")
 async def resize_kv_cache(body: ResizeBody, request: Request) -> dict[str, int]:
     """To so many bytes, in whole blocks; what it became."""
-    return {"num_blocks": await state_of(request).engine.resize_kv_cache(body.num_bytes)}
+    return {"num_bytes": await state_of(request).engine.resize_kv_cache(body.num_bytes)}
 
 
 @router.post("/reset_prefix_cache", summary="Forget cached prefixes")
