@@ -2,11 +2,13 @@
 
 For load tests of what lies around the model. `build` is what `EngineOptions.build` may name, with
 this folder on PYTHONPATH: `null_engine:build`. Each sequence reads an English text aloud, token by
-token, from a place that depends on its position only. OCTAVO_NULL_STEP_S makes a step take so long.
+token, from a place that depends on its position only. OCTAVO_NULL_STEP_S makes a step take so long;
+OCTAVO_NULL_STEP_LOG names a file that gets each step's end (monotonic seconds, 8-byte floats).
 """
 
 from __future__ import annotations
 
+import array
 import os
 import time
 from collections.abc import Callable
@@ -38,8 +40,9 @@ _ARCH = ModelArch("Null", 49_152, 576, 1536, 30, 9, 3, 64, 8192)
 class NullRunner:
     """Yields the text's next token for each sequence."""
 
-    def __init__(self, token_ids: list[int], step_s: float) -> None:
+    def __init__(self, token_ids: list[int], step_s: float, step_log: str | None = None) -> None:
         self._token_ids, self._step_s = token_ids, step_s
+        self._log = None if step_log is None else open(step_log, "wb", buffering=0)  # noqa: SIM115
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """As a runner's."""
@@ -54,6 +57,8 @@ class NullRunner:
                 for other in plan.extra_draws.get(seq.seq_id, ()):
                     sampled.append(SeqResult(other, token_id, None))
         result = StepResult(plan.step_id, sampled)
+        if self._log is not None:
+            self._log.write(array.array("d", [time.monotonic()]).tobytes())
         return lambda: result
 
 
@@ -100,7 +105,8 @@ def build(config: EngineConfig, progress: Progress | None = None) -> BuiltEngine
         preemption_victim=config.preemption_victim,
     )
     step_s = float(os.environ.get("OCTAVO_NULL_STEP_S", "0"))
-    runner = NullRunner(tokenizer.encode(TEXT, add_special_tokens=False), step_s)
+    text = tokenizer.encode(TEXT, add_special_tokens=False)
+    runner = NullRunner(text, step_s, os.environ.get("OCTAVO_NULL_STEP_LOG"))
     core = EngineCore(scheduler, kv, runner.launch)
     vocab_size = max(tokenizer.vocab_size, 320)
     inputs = InputProcessor(

@@ -4,24 +4,30 @@
 
 Three questions. The share of offline output tokens/s that a server reaches with so many streams at
 a time (offline: `LLM.generate` with `max_num_seqs` of as many). How much later a token is at its
-client than at the engine, with so many streams. And, with a null model (no time is spent on
-computing), how many streamed tokens a second server and client manage on this machine.
+client than at the engine, with so many streams: with the model, whose threads take the cores that
+serving needs; and, with a null model whose steps sleep as long, from the end of each step. And,
+with a null model (no time is spent on computing), how many streamed tokens a second server and
+client manage on this machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import array
 import asyncio
+import bisect
 import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Coroutine, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import aiohttp
 import uvloop
@@ -35,6 +41,8 @@ from octavo.bench.workload import Sample, random_workload
 T = TypeVar("T")
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _HERE = Path(__file__).parent
+_STEP_S = 0.02
+"""About what a step of 64 sequences takes; asleep, so that the cores are free for serving."""
 _NULL = """
 import sys
 from octavo.config import EngineConfig
@@ -67,15 +75,17 @@ def offline(samples: list[Sample], clients: int) -> float:
 
 
 @contextlib.contextmanager
-def server(port: int, clients: int, *, null: bool) -> Iterator[str]:
-    """A running server's URL."""
+def server(port: int, clients: int, *, null: bool, **env: str) -> Iterator[str]:
+    """A running server's URL. env: variables for it."""
     path = os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "octavo", "serve", MODEL, "--port", str(port)]
     command += ["--max-num-seqs", str(clients)]
     if null:
         command = [sys.executable, "-c", _NULL, str(port)]
     process = subprocess.Popen(
-        command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.DEVNULL
+        command,
+        env={**os.environ, "PYTHONPATH": path, **env},
+        stdout=subprocess.DEVNULL,
     )
     try:
         yield f"http://127.0.0.1:{port}"
@@ -122,6 +132,55 @@ async def delay(url: str, clients: int, num_tokens: int) -> tuple[float, float]:
     return firsts - own[0], lasts - own[1]
 
 
+class _Arrivals(asyncio.Protocol):
+    """Asks for one stream, and notes when pieces of its body come: a client that costs little."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request, self.came_s, self.ended = request, list[float](), asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast("asyncio.WriteTransport", transport).write(self._request)  # uvloop's is no subclass
+
+    def data_received(self, data: bytes) -> None:
+        if b"[DONE]" in data:
+            self.ended.set()
+        elif data.startswith(b"HTTP/1.1 200") or b"data:" in data:
+            self.came_s.append(time.monotonic())
+
+
+async def _arrivals(url: str, clients: int, num_tokens: int) -> list[float]:
+    """When pieces of the answers came, over streams that begin 5 ms apart."""
+    model = await wait_ready(Target(base_url=url, headers={}), 120)
+    host, port = url.removeprefix("http://").split(":")
+    loop, protocols = asyncio.get_running_loop(), []
+    for i in range(clients):
+        body = json.dumps(
+            {"model": model, "prompt": [1000 + 7 * i + j for j in range(32)], "stream": True,
+             "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0.0}
+        )  # fmt: skip
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        request = (head + body).encode()
+        _, protocol = await loop.create_connection(partial(_Arrivals, request), host, int(port))
+        protocols.append(protocol)
+        await asyncio.sleep(0.005)
+    for protocol in protocols:
+        await asyncio.wait_for(protocol.ended.wait(), 60)
+    return [at for protocol in protocols for at in protocol.came_s]
+
+
+def token_latency(port: int, clients: int, num_tokens: int) -> list[float]:
+    """Seconds from the end of a step to each of its tokens at its client, sorted; of a null model
+    whose steps sleep. Both clocks are the machine's monotonic one. A token that took longer than
+    a step would be ascribed to the next one; none comes near that."""
+    with tempfile.NamedTemporaryFile() as log:
+        env = {"OCTAVO_NULL_STEP_S": str(_STEP_S), "OCTAVO_NULL_STEP_LOG": log.name}
+        with server(port, clients, null=True, **env) as url:
+            came = _run(_arrivals(url, clients, num_tokens))
+        ends = array.array("d", log.read())
+    return sorted(at - ends[bisect.bisect(ends, at) - 1] for at in came)
+
+
 async def _times(url: str) -> list[float]:
     """Sums of the engine's times to the first token, and to the end."""
     async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
@@ -159,6 +218,14 @@ def main() -> int:
         f"{args.clients} streams: the first token is {1e3 * first_s:.2f} ms later at its client "
         f"than at the engine, the last {1e3 * last_s:.2f} ms (reading the request is in both)"
     )
+    for clients in (1, args.clients):
+        added = token_latency(args.port, clients, 200)
+        shown = ", ".join(f"p{p} {1e3 * added[len(added) * p // 100]:.2f}" for p in (50, 90, 99))
+        print(
+            f"{clients} streams of a null model whose steps sleep {1e3 * _STEP_S:g} ms: from the "
+            f"end of a step to its tokens at their clients {shown}, mean "
+            f"{1e3 * statistics.mean(added):.2f} ms"
+        )
     long = [Sample([1000 + i * 7 + j for j in range(32)], 400) for i in range(4 * args.clients)]
     rates = []
     with server(args.port, args.clients, null=True) as url:

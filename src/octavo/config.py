@@ -45,7 +45,7 @@ class StepLimits(NamedTuple):
     max_num_batched_tokens: int
 
 
-_DEFAULT_LIMITS = {"cpu": StepLimits(256, 512), "cuda": StepLimits(1024, 8192)}
+_DEFAULT_LIMITS = {"cpu": StepLimits(256, 2048), "cuda": StepLimits(1024, 8192)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     """Most sequences in one step; by default 256 on a CPU, 1,024 on a GPU."""
     max_num_batched_tokens: int | None = None
-    """Most tokens computed in one step; longer prompts are computed in chunks. By default 512 on a
+    """Most tokens computed in one step; longer prompts are computed in chunks. By default 2,048 on a
     CPU, 8,192 on a GPU."""
     gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
     """Share of the GPU's whole memory that the engine takes, other processes' included: weights,

@@ -49,7 +49,7 @@ def test_the_header_has_what_was_decided(tiny_model_path: Path, tmp_path: Path) 
     limits = header.limits
     assert (header.octavo, header.model) == (__version__, str(tiny_model_path))
     assert (limits.num_blocks, limits.block_size, limits.max_model_len) == (64, 4, 64)
-    assert (limits.max_num_seqs, limits.max_num_batched_tokens) == (5, 512)
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens) == (5, 2048)
     assert (limits.preemption_mode, limits.preemption_victim) == ("swap", "last-come")
     assert (limits.kv_policy, limits.scheduling_policy) == ("paged", "fcfs")
     assert limits.enable_prefix_caching
