@@ -12,6 +12,9 @@ import octavo
 def test_alive_ready_and_its_version(server: Any) -> None:
     assert server.call("/health").status == 200
     assert server.call("/ready").json == {"status": "ok"}
+    for path in ("/health", "/ready"):
+        answer = server.call(path, method="HEAD")
+        assert (answer.status, answer.body) == (200, b"")
     assert server.call("/version").json == {"version": octavo.__version__}
 
 
