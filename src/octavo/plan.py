@@ -117,6 +117,12 @@ class SeqPlan(NamedTuple):
     """Copy-on-write: (index in the block table, new block id) to set before computing."""
     sample: bool
     """Whether a token is sampled from the last position (False inside a prompt)."""
+    group_block_ids: tuple[tuple[int, ...], ...] = ()
+    """Where layers are in several groups (`octavo.kv_groups`): the same as `new_block_ids`, which
+    are the first group's, for each further one. -1: an entry that holds nothing and is never read.
+    Empty: none."""
+    group_replaced: tuple[tuple[int, int, int], ...] = ()
+    """The same as `replaced` for further groups: (group, index in its table, new block id)."""
 
 
 class StepCounts(NamedTuple):
@@ -181,7 +187,7 @@ class StepPlan:
     def counts(self) -> StepCounts:
         """What is in it."""
         tokens = pairs = decodes = context = samples = prompts = 0
-        for _, start, num_tokens, _, _, sample in self.seqs:
+        for _, start, num_tokens, _, _, sample, _, _ in self.seqs:
             samples += sample
             if num_tokens == 1 and sample:
                 decodes += 1

@@ -109,6 +109,8 @@ def test_a_length_that_was_asked_for_must_fit() -> None:
         assert part in str(error.value)
     with pytest.raises(CapacityError, match=r"--kv-cache-memory-bytes to at least 47,185,920"):
         plan(kv_cache_memory_bytes=40_000_000)
+    with pytest.raises(CapacityError, match=r"to at most [\d,]+, or use --kv-cache-dtype int8$"):
+        plan(max_model_len=10**6)
     relaxed = plan(num_blocks=100, require_max_model_len=False)
     assert (relaxed.max_model_len, relaxed.max_seq_len) == (2048, 1600)
     assert plan(num_blocks=100, max_model_len=1600).max_seq_len == 1600

@@ -100,6 +100,38 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(UnsupportedModelError, match=why):
             find_shape(tmp_path)
-    file.write_text(json.dumps({"architectures": ["OPTForCausalLM"]}))
-    with pytest.raises(UnsupportedModelError, match="OPTForCausalLM"):
+    file.write_text(json.dumps({"architectures": ["T5ForConditionalGeneration"]}))
+    with pytest.raises(UnsupportedModelError, match="T5ForConditionalGeneration"):
         find_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "mixtures of experts"),
+        (
+            {
+                "architectures": ["DeepseekV2ForCausalLM"],
+                "first_k_dense_replace": 32,
+                "num_experts_per_tok": 6,
+            },
+            "latent attention",
+        ),
+    ],
+)
+def test_models_whose_costs_are_not_modelled(
+    tmp_path: Path, config: dict[str, object], what: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=f"costs of {what}.* not modelled.*inspect"):
+        find_shape(tmp_path)
+
+
+def test_an_opt_is_its_shape(tmp_path: Path) -> None:
+    """The flags of a family that differs in many say what the shipped shape says."""
+    config = {
+        "architectures": ["OPTForCausalLM"], "num_hidden_layers": 24, "hidden_size": 2048,
+        "ffn_dim": 8192, "num_attention_heads": 32, "word_embed_proj_dim": 2048,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert find_shape(tmp_path).num_params == PARAMS["opt-1.3b"]

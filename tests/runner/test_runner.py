@@ -35,12 +35,12 @@ def test_batch_is_flat_and_follows_the_tables() -> None:
     batch = inputs.build(plan.seqs)
     assert batch.token_ids.tolist() == [10, 11, 12, 13, 14, 20]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 0]
-    assert batch.slot_mapping.tolist() == [12, 13, 14, 15, 32, 8]
+    assert batch.slot_mapping[0].tolist() == [12, 13, 14, 15, 32, 8]
     assert batch.query_start_loc.tolist() == [0, 5, 6]
     assert batch.seq_lens.tolist() == [5, 1]
     assert batch.prompt_lens.tolist() == [5] * 5 + [1]
     assert batch.last_rows.tolist() == [4, 5]
-    assert batch.block_tables[0, :2].tolist() == [3, 8] and batch.block_tables[1, 0] == 2
+    assert batch.block_tables[0][0, :2].tolist() == [3, 8] and batch.block_tables[0][1, 0] == 2
 
 
 def test_tables_change_by_difference() -> None:

@@ -154,7 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan_ahead: bool,
         is_late: bool,
     ) -> None:
-        self.kv = kv
+        self.kv, self.max_num_seqs = kv, max_num_seqs
         num_blocks, block_size = kv.num_blocks, kv.block_size
         max_tokens = max_num_seqs + extra_tokens
         self.scheduler = Scheduler(
@@ -180,13 +180,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.is_tight = is_tight
         self.is_quiet = is_quiet
         """Nothing fails, and the pool stays as it is."""
-        self.runner = ReplicaRunner(
-            num_blocks, block_size, max_tokens=max_tokens, max_seqs=max_num_seqs
-        )
+        self.runner = self.make_runner(max_tokens)
         self.pins: list[int] = []
         self.prompts: list[tuple[list[int], str]] = []
         """The last of those that were computed and may be found."""
-        self.max_num_seqs = max_num_seqs
         self.under_way: deque[Underway] = deque()
         self.live: dict[tuple[str, int], Live] = {}
         """By request and sample index."""
@@ -194,6 +191,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.prompt_logprobs: dict[str, list[int]] = {}
         self.num_computed: Counter[str] = Counter()
         self.now_s = 0.0
+
+    def make_runner(self, max_tokens: int) -> ReplicaRunner:
+        return ReplicaRunner(
+            self.kv.num_blocks, self.kv.block_size, max_tokens=max_tokens,
+            max_seqs=self.max_num_seqs,
+        )  # fmt: skip
 
     # -- rules
 
@@ -311,8 +314,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             arrival_s=self.now_s,
         )
         total = num_prompt + max_tokens
-        size = self.kv.block_size
-        num_blocks = num_prompt // size + width * (-(-total // size) - num_prompt // size)
+        num_blocks = self.blocks_of_beams(num_prompt, total, width)
         try:
             stats = self.scheduler.add(request)
         except RequestCapacityError as error:
@@ -327,6 +329,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert name in self.live_ids and error.parameter == "request_id"
             return
         self.note(request, stats, total)
+
+    def blocks_of_beams(self, num_prompt: int, total: int, width: int) -> int:
+        """They share the full blocks of the prompt."""
+        size = self.kv.block_size
+        return num_prompt // size + width * (-(-total // size) - num_prompt // size)
 
     def num_lost(self, request: Request) -> int:
         """Blocks that are pinned and not for a request."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from octavo.kv.cold import ColdBlocks
+from octavo.kv.group_lookup import GroupMatch, match_groups
+from octavo.kv.group_take import take_groups
 from octavo.kv.lookup import NOBODY_ASKED, Match, PrefixIndex
 from octavo.kv.misses import MissExplainer, not_asked
+from octavo.kv.needs import BlockNeeds
 from octavo.kv.node import NOWHERE, Node, RootName, block_key
 from octavo.kv.pool import BlockPool
 from octavo.kv.stats import PrefixCacheStats
@@ -34,8 +38,11 @@ class PrefixCache(PrefixIndex):
         disk: ColdStore | None,
         max_disk_blocks: int,
         bytes_per_block: int,
+        needs: BlockNeeds | None = None,
     ) -> None:
         super().__init__(pool, enabled=enabled, num_host_blocks=num_host_blocks)
+        self.needs = needs
+        """Where layers are in several groups, or have windows."""
         pool.keeps_cached = enabled
         pool.evict = self.evict
         self.tree.max_ghosts = self._num_ghosts_kept()
@@ -71,10 +78,16 @@ class PrefixCache(PrefixIndex):
                 self.stats.count_misses(account.misses)
                 account.has_started = True
             return
-        match = self.match(demand, table.root_name)
-        self._asked = NOBODY_ASKED
         is_first = not account.has_started and not demand.resumed
-        num_found = self._take(table, match)
+        match: Match | GroupMatch
+        if self.needs is None:
+            match = self.match(demand, table.root_name)
+            self._asked = NOBODY_ASKED
+            behind, num_found = None, self._take(table, match)
+        else:
+            match = match_groups(self, demand, table.root_name, self.needs.windows)
+            self._asked_groups.clear()
+            behind, num_found = match.behind, take_groups(self, table, match)
         if is_first:
             account.cached_tokens = num_found
             if self.enabled:
@@ -84,7 +97,7 @@ class PrefixCache(PrefixIndex):
                 explainer = MissExplainer(self.tree, demand, self.pool.block_size, self.now_s)
                 num_full = table.num_registered
                 account.misses = explainer.explain(
-                    match.root, match.path[:num_full], num_found, match.limit
+                    match.root, match.path[:num_full], num_found, match.limit, behind
                 )
             else:
                 account.misses = not_asked(demand, self.pool.block_size)
@@ -100,24 +113,20 @@ class PrefixCache(PrefixIndex):
     def _take(self, table: BlockTable, match: Match) -> int:
         path, pool = match.path, self.pool
         for node in path:
-            self._protect(node)
+            self.protect(node)
         num_taken = 0
         for node in path:
-            if node.block_id < 0 and not self._bring_in(node):
+            if node.block_id < 0 and not self.bring_in(node):
                 break
             num_taken += 1
-        for node in reversed(path[num_taken:]):
-            if node.block_id >= 0:
-                pool.release((node.block_id,))
-            else:
-                self.unhold(node)
+        self.unprotect(path[num_taken:])
         table.append([node.block_id for node in path[:num_taken]])
         table.num_registered = num_taken
         table.last_node = path[num_taken - 1] if num_taken else None
         table.num_committed = num_taken * pool.block_size
         table.next_register = table.num_committed + pool.block_size
         if match.partial is not None and num_taken == len(path):
-            block_id = self._take_part(match.partial, match.num_partial)
+            block_id = self.take_part(match.partial, match.num_partial)
             if block_id is not None:
                 table.append((block_id,))
                 table.num_committed += match.num_partial
@@ -125,14 +134,22 @@ class PrefixCache(PrefixIndex):
                 self.stats.partial_hit_tokens += match.num_partial
         return table.num_committed
 
-    def _protect(self, node: Node) -> None:
+    def protect(self, node: Node) -> None:
         """What makes room for one block must not evict another one that is needed."""
         if node.block_id >= 0:
             self.pool.acquire(node.block_id)
         else:
             self.host.hold(node)
 
-    def _bring_in(self, node: Node) -> bool:
+    def unprotect(self, nodes: Sequence[Node]) -> None:
+        """The other way, also of those that were brought in."""
+        for node in reversed(nodes):
+            if node.block_id >= 0:
+                self.pool.release((node.block_id,))
+            else:
+                self.unhold(node)
+
+    def bring_in(self, node: Node) -> bool:
         """Promote a protected node from a tier to a block of the pool, with one owner. Its host
         block stays: should the pool evict it, nothing is copied."""
         block_id = self._copy_in(node)
@@ -164,7 +181,7 @@ class PrefixCache(PrefixIndex):
     def _may_fetch(self) -> bool:
         return self.cold is not None and self.cold.num_left() > 0
 
-    def _take_part(self, node: Node, num_tokens: int) -> int | None:
+    def take_part(self, node: Node, num_tokens: int) -> int | None:
         """A block that begins with the first tokens of a node and may be written behind them."""
         pool = self.pool
         block_id = node.block_id
@@ -199,6 +216,13 @@ class PrefixCache(PrefixIndex):
 
     def register(self, table: BlockTable) -> None:
         """The sequence has filled blocks since the last call: others may find them from now on."""
+        for part in table.parts():
+            self._register(part)
+        if any(part.next_register == sys.maxsize for part in table.others):
+            self.stop_registering(table)  # what one group lacks, nobody can go on from
+        table.align()
+
+    def _register(self, table: BlockTable) -> None:
         size, tokens = self.pool.block_size, table.token_ids
         node, index = table.last_node, table.num_registered
         while (end := (index + 1) * size) <= table.num_committed:
@@ -207,6 +231,9 @@ class PrefixCache(PrefixIndex):
                 return
             if len(tokens) < end:
                 break
+            if index < table.num_dropped:
+                self.stop_registering(table)
+                return
             key = block_key(tokens, end - size, end)
             known = None if node is None else node.children.get(key)
             node = known or self._child(node, table.root_name, key)
@@ -219,8 +246,9 @@ class PrefixCache(PrefixIndex):
 
     def stop_registering(self, table: BlockTable) -> None:
         """Nothing more of the sequence will be found from now on."""
-        table.last_node, table.num_registered = None, 0
-        table.next_register = sys.maxsize
+        for part in table.parts():
+            part.last_node, part.num_registered = None, 0
+            part.next_register = sys.maxsize
 
     def register_tail(
         self, table: BlockTable, *, or_shared: bool = False, is_old: bool = False
@@ -275,10 +303,12 @@ class PrefixCache(PrefixIndex):
 
     def forked(self, parent: BlockTable, child: BlockTable) -> None:
         """A child has begun with all that its parent has committed."""
-        child.root_name = parent.root_name
-        child.last_node, child.num_registered = parent.last_node, parent.num_registered
-        if child.token_ids:
-            child.next_register = parent.next_register
+        for of_parent, of_child in zip(parent.parts(), child.parts(), strict=True):
+            of_child.root_name = of_parent.root_name
+            of_child.last_node = of_parent.last_node
+            of_child.num_registered = of_parent.num_registered
+            if child.token_ids:
+                of_child.next_register = of_parent.next_register
         child.account.forked_tokens += child.num_committed
         self.stats.forked_tokens += child.num_committed
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from octavo.errors import IntegrityError
 from octavo.kv.pool import BlockPool
-from octavo.kv.table import BlockTable
+from octavo.kv.table import NO_BLOCK, BlockTable
 
 
 def check_integrity(tables: Iterable[BlockTable], pool: BlockPool, pins: Mapping[int, int]) -> None:
@@ -17,7 +17,7 @@ def check_integrity(tables: Iterable[BlockTable], pool: BlockPool, pins: Mapping
     owners: dict[int, list[int]] = {}
     for table in tables:
         _check_table(table, pool)
-        for block_id in table.block_ids:
+        for block_id in table.held:
             owners.setdefault(block_id, []).append(table.seq_id)
     free = _check_free_list(pool)
     for block_id in range(pool.num_blocks):
@@ -28,9 +28,10 @@ def check_integrity(tables: Iterable[BlockTable], pool: BlockPool, pins: Mapping
 
 
 def _check_table(table: BlockTable, pool: BlockPool) -> None:
-    who = f"sequence {table.seq_id}"
+    who = f"sequence {table.seq_id}" + (f", group {table.group}," if table.group else "")
     seen: set[int] = set()
-    for index, block_id in enumerate(table.block_ids):
+    _check_window(table, who)
+    for index, block_id in enumerate(table.held, table.num_dropped):
         if not 0 <= block_id < pool.num_blocks:
             raise IntegrityError(
                 f"{who} has block {block_id} at entry {index}: the pool has blocks 0 to "
@@ -48,6 +49,24 @@ def _check_table(table: BlockTable, pool: BlockPool) -> None:
         raise IntegrityError(
             f"{who} reported {table.num_reported} of {len(table.block_ids)} blocks"
         )
+
+
+def _check_window(table: BlockTable, who: str) -> None:
+    """What is behind the window is gone, all of it, and nothing else; and the tables of all groups
+    go on together. (What has got behind it since the step began goes with the next one.)"""
+    if set(table.block_ids[: table.num_dropped]) - {NO_BLOCK}:
+        raise IntegrityError(f"{who} has given back {table.num_dropped} entries: {table!r}")
+    num_behind = table.num_behind(table.num_committed)
+    if table.num_dropped > num_behind:
+        raise IntegrityError(
+            f"{who} has given back {table.num_dropped} blocks, and with {table.num_committed} "
+            f"tokens {num_behind} are behind its window of {table.window}"
+        )
+    for other in table.others:
+        if (other.capacity, other.num_committed, other.num_reported) != (
+            table.capacity, table.num_committed, table.num_reported
+        ):  # fmt: skip
+            raise IntegrityError(f"{who} and its group {other.group} differ: {table!r}, {other!r}")
 
 
 def _check_free_list(pool: BlockPool) -> set[int]:
@@ -85,7 +104,8 @@ def _check_block(
 def _check_exclusive(table: BlockTable, owners: dict[int, list[int]], pool: BlockPool) -> None:
     """A block that its owner would write without asking must have no other owner, and hold nothing
     there that others may find (I2)."""
-    for index in range(table.exclusive_from // table.block_size, len(table.block_ids)):
+    first_own = max(table.exclusive_from // table.block_size, table.num_dropped)
+    for index in range(first_own, len(table.block_ids)):
         block_id = table.block_ids[index]
         node = pool.nodes[block_id]
         first = max(table.exclusive_from - index * table.block_size, 0)

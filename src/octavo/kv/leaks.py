@@ -50,7 +50,7 @@ def _of_tables(kv: KVCacheManager) -> Iterator[Leak]:
     owners = {id(t): name for name, account in kv._accounts.items() for t in account.tables}
     for table in kv.tables():
         request_id = owners.get(id(table))
-        num_blocks = len(table.block_ids)
+        num_blocks = len(table.held)
         yield Leak(
             f"sequence {table.seq_id} of request {request_id} still holds {num_blocks} blocks",
             request_id,
@@ -72,7 +72,7 @@ def _of_holds(kv: KVCacheManager) -> Iterator[Leak]:
 def _of_counts(kv: KVCacheManager) -> Iterator[Leak]:
     entries: dict[int, int] = dict(kv._pins.counts)
     for table in kv.tables():
-        for block_id in table.block_ids:
+        for block_id in table.held:
             entries[block_id] = entries.get(block_id, 0) + 1
     for block_id, count in enumerate(kv._pool.ref_counts):
         expected = entries.get(block_id, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ class RequestLedger:
     """
 
     tokens: int
-    """Slots that hold the KV of a token."""
+    """Slots that hold the KV of a token, for the layers of a group."""
     reserved: int
     """Unfilled slots that an owner may still fill."""
     internal: int
@@ -139,6 +139,33 @@ class PoolLedger(RequestLedger):
         return "\n".join(lines)
 
 
+class GroupHeld(NamedTuple):
+    """What one group of layers holds."""
+
+    window: int
+    """0: it keeps all."""
+    num_blocks: int
+    """Blocks, each counted once."""
+    num_tokens: int
+    """Tokens whose KV it has, summed over sequences as if nothing were shared."""
+    num_behind: int
+    """Tokens that it has given back, summed likewise."""
+
+
+def held_by_group(
+    sequences: Sequence[Sequence[BlockTable]], windows: Sequence[int]
+) -> list[GroupHeld]:
+    """Of the tables of each sequence, by group."""
+    found = []
+    for group, window in enumerate(windows):
+        tables = [parts[group] for parts in sequences]
+        block_ids = {block_id for table in tables for block_id in table.held}
+        behind = sum(table.num_dropped * table.block_size for table in tables)
+        tokens = sum(table.num_committed for table in tables) - behind
+        found.append(GroupHeld(window, len(block_ids), tokens, behind))
+    return found
+
+
 def pool_ledger(
     tables: Iterable[BlockTable],
     pool: BlockPool,
@@ -222,12 +249,15 @@ def _split(
     Shared blocks are full, so that each counts whole for every owner; the exceptions are found
     among the blocks behind the full ones of tables that were forked.
     """
-    tokens = fillable = rounding = num_logical = 0
+    tokens = fillable = rounding = num_logical = num_gone = 0
     sharing: list[BlockTable] = []
     for table in tables:
         num_logical += len(table.block_ids)
         committed, capacity = table.num_committed, table.capacity
         tokens += committed
+        if table.num_dropped:
+            num_logical -= table.num_dropped
+            num_gone += table.num_dropped
         # `BlockTable.fillable`, written out: asked of every sequence in every step.
         end = table.num_asked
         if end < capacity:
@@ -239,6 +269,8 @@ def _split(
         fillable += end if end > committed else committed
         if table.may_share:
             sharing.append(table)
+    tokens -= num_gone * pool.block_size  # they were filled, and are nobody's now
+    fillable -= num_gone * pool.block_size
     too_few = _not_full(sharing, entries_of)
     slots_twice = (num_logical - num_physical) * pool.block_size
     tokens -= slots_twice - too_few[0]

@@ -55,6 +55,8 @@ class PrefixIndex:
         self.plan = 0
         """How many plans have taken their copies: the number of the coming one."""
         self._asked = NOBODY_ASKED
+        self._asked_groups: dict[int, _Asked] = {}
+        """The same by group of layers, where blocks may be missing on the way."""
 
     def root_name(self, salt: str, request_id: str | None) -> RootName:
         """Under which root a sequence looks and leaves its blocks."""
@@ -71,7 +73,7 @@ class PrefixIndex:
 
         The last token is never found: it is computed, for its logits.
         """
-        limit = self._limit(demand)
+        limit = self.limit_of(demand)
         root = self.tree.roots.get(root_name)
         if limit < 1:
             return Match(root, [], None, 0, limit)
@@ -91,7 +93,7 @@ class PrefixIndex:
             return Match(None, path, None, 0, limit)
         if not node.children or not num_left:
             return Match(root, path, None, 0, limit)
-        best, num_best = self._longest(node, block_key(tokens, start, start + num_left))
+        best, num_best = self.longest(node, block_key(tokens, start, start + num_left))
         return Match(root, path, best, num_best, limit)
 
     def _near_path(self, token_ids: Sequence[int], root: Root, limit: int) -> list[Node]:
@@ -134,7 +136,7 @@ class PrefixIndex:
             goes_on = cold.adopt_next(last, tokens, len(path) * size, limit)
         return True
 
-    def _longest(self, parent: Node, key: bytes) -> tuple[Node | None, int]:
+    def longest(self, parent: Node, key: bytes) -> tuple[Node | None, int]:
         """The child with the longest beginning of `key`, whose KV exists before the coming step
         computes (it is copied)."""
         best, num_best = None, 0
@@ -162,7 +164,7 @@ class PrefixIndex:
         for them. Changes nothing. Exact, but for blocks behind one on disk, which may turn out to
         be damaged: those are not counted."""
         root = self.tree.roots.get(root_name)
-        limit = self._limit(demand)
+        limit = self.limit_of(demand)
         if root is None or limit < 1:
             return 0
         path = self._near_path(demand.token_ids, root, limit)
@@ -170,7 +172,25 @@ class PrefixIndex:
         counts = self.pool.ref_counts
         return sum(counts[node.block_id] > 0 for node in path if node.block_id >= 0)
 
-    def _limit(self, demand: SeqDemand) -> int:
+    def chain_in_group(
+        self, group: int, token_ids: Sequence[int], root: Root, limit: int
+    ) -> list[Node]:
+        """The nodes of a prompt's first whole blocks in a group, those that hold nothing too; a new
+        list. Remembers them, as `_near_path` does."""
+        asked, size = self._asked_groups.get(group, NOBODY_ASKED), self.pool.block_size
+        chain: list[Node] = []
+        if asked.token_ids is token_ids and asked.root_name == root.name:
+            chain = asked.path[: limit // size]
+            for place, node in enumerate(chain):
+                if node.parent is None:  # the tree has forgotten it
+                    del chain[place:]
+                    break
+        last: Node = chain[-1] if chain else root
+        chain.extend(whole_blocks(last, token_ids, len(chain) * size, limit, size))
+        self._asked_groups[group] = _Asked(token_ids, root.name, chain)
+        return chain
+
+    def limit_of(self, demand: SeqDemand) -> int:
         """Most tokens that may be found."""
         limit = min(demand.num_tokens, len(demand.token_ids)) - 1
         return limit if demand.max_hit_tokens is None else min(limit, demand.max_hit_tokens)

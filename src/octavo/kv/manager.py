@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from octavo.errors import CapacityError, IntegrityError
+from octavo.kv.group_lookup import root_of_group
 from octavo.kv.pins import Pin
 from octavo.kv.policy import NO_GROWTH, Growth, GrowthDemand, Preempted, SeqDemand
 from octavo.kv.runs import advance, most_steps
@@ -40,6 +41,9 @@ class KVCacheManager(KVState):
         steps compute is there when the copies of this one are done."""
         self._cache.step += 1
         self.policy.begin_step()
+        if self._cache.needs is not None:
+            for table in self._tables.values():
+                self._drop_behind(table)
 
     def take_copies(self) -> list[BlockCopy]:
         """The copies that the next plan must do, in this order, before it computes anything."""
@@ -50,7 +54,10 @@ class KVCacheManager(KVState):
     def most_quiet_steps(self, seq_ids: Iterable[int]) -> int:
         """How many steps could be taken now, at least, in which each of these sequences computes
         one token, so that blocks that hold nothing of worth are all that they take: no copies, and
-        nothing that is kept in another memory instead."""
+        nothing that is kept in another memory instead. None where layers have windows, or are in
+        groups: blocks are given back on the way."""
+        if self._cache.needs is not None:
+            return 0
         pool = self._pool
         has_tiers = self._cache.host.num_blocks > 0
         num_free = pool.num_free - pool.num_cached if has_tiers else pool.num_free
@@ -83,7 +90,7 @@ class KVCacheManager(KVState):
             account = self._accounts.get(request_id) or RequestAccount(
                 request_id, self.block_size, self._now_s
             )
-        table = BlockTable(seq_id, demand, self.block_size, account)
+        table = BlockTable(seq_id, demand, self.block_size, account, self.windows)
         if not self.policy.start(table):
             raise CapacityError(
                 f"sequence {seq_id} was started without room: the {self.policy.name} policy "
@@ -92,13 +99,16 @@ class KVCacheManager(KVState):
             )
         if self.policy.shares_blocks:
             owner = f"#{seq_id}" if request_id is None else request_id
-            table.root_name = self._cache.root_name(demand.salt, owner)
+            root_name = self._cache.root_name(demand.salt, owner)
+            for part in table.parts():
+                part.root_name = root_of_group(root_name, part.group)
             self._cache.open(table)
             self._holds.drop(seq_id)
         self._tables[seq_id] = table
         if request_id is not None:
             self._accounts[request_id] = account
-        account.open(table, self._now_s)
+        for part in table.parts():
+            account.open(part, self._now_s)
         return table.num_committed
 
     def grow(self, seq_id: int, num_tokens: int, num_computed: int) -> Growth | None:
@@ -141,6 +151,9 @@ class KVCacheManager(KVState):
                 f"{table.capacity} slots"
             )
         table.num_committed = num_tokens
+        if table.others:
+            for part in table.others:
+                part.num_committed = num_tokens
         if num_tokens >= table.next_register:
             self._cache.register(table)
 
@@ -158,14 +171,16 @@ class KVCacheManager(KVState):
         """
         parent = self._table(parent_id)
         self._check_unused(child_id)
-        child = BlockTable(child_id, parent.demand, self.block_size, parent.account)
-        child.token_ids = token_ids
+        child = BlockTable(child_id, parent.demand, self.block_size, parent.account, self.windows)
+        for part in child.parts():
+            part.token_ids = token_ids
         if not self.policy.fork(parent, child):
             return False
         if self.policy.shares_blocks:
             self._cache.forked(parent, child)
         self._tables[child_id] = child
-        parent.account.open(child, self._now_s)
+        for part in child.parts():
+            parent.account.open(part, self._now_s)
         return True
 
     def expect_forks(self, seq_id: int, num_forks: int) -> None:
@@ -181,10 +196,11 @@ class KVCacheManager(KVState):
         Raises `IntegrityError` for an id that is unknown or was released already.
         """
         table = self._table(seq_id)
-        if self._cache.enabled:
-            self._cache.register_tail(table)
-        if self.history is not None:
-            self.history.settle(table, table.num_wanted)
+        for part in table.parts():
+            if self._cache.enabled:
+                self._cache.register_tail(part)
+            if self.history is not None:
+                self.history.settle(part, part.num_wanted)
         self._give_back(table)
 
     def preempt(self, seq_id: int, to_host: bool) -> Preempted:
@@ -198,11 +214,13 @@ class KVCacheManager(KVState):
         num_free = self.num_free_blocks
         self._holds.note(table)
         if self.history is not None:
-            self.history.settle(table, table.num_committed)
+            for part in table.parts():
+                self.history.settle(part, part.num_committed)
         if not (to_host and self.policy.shares_blocks):
             tokens_lost = sum(num for _, _, num in own_blocks(table, self._cache))
             if self._cache.enabled:
-                self._cache.register_tail(table, is_old=True)
+                for part in table.parts():
+                    self._cache.register_tail(part, is_old=True)
             self._give_back(table)
             return Preempted(self.num_free_blocks - num_free, 0, tokens_lost)
         tokens_moved, tokens_lost, block_ids = self._holds.move_out(table)
@@ -309,19 +327,32 @@ class KVCacheManager(KVState):
                 f"sequence {table.seq_id} cannot grow to {num_tokens} tokens with {num_computed} "
                 "of them computed"
             )
-        num_before = len(table.block_ids)
+        num_before = len(table.block_ids)  # of each of its parts
         account = table.account
         account.settle(self._now_s)
         growth = self.policy.grow(table, num_tokens, num_computed)
         if growth is not None and growth is not NO_GROWTH:
-            account.add(table.block_ids[num_before:])
+            for part in table.parts():
+                account.add(part.block_ids[num_before:])
         return growth
+
+    def _drop_behind(self, table: BlockTable) -> None:
+        """Give back what is behind the windows of a sequence, now that a new step begins: steps
+        under way may still read it, but whoever gets it writes later."""
+        for part in table.parts():
+            num_behind = part.num_behind(part.num_committed)
+            if num_behind > part.num_dropped:
+                block_ids = part.drop(num_behind)
+                part.account.settle(self._now_s)
+                part.account.remove(block_ids)
+                self._pool.release(block_ids)
 
     def _give_back(self, table: BlockTable) -> None:
         del self._tables[table.seq_id]
         self._deferred[table.seq_id] = table
         for done in self.policy.release(table):
             del self._deferred[done.seq_id]
-            done.account.close(done, self._now_s)
+            for part in done.parts():
+                done.account.close(part, self._now_s)
             done.clear()
         table.end()

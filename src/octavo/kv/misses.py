@@ -33,12 +33,25 @@ class MissExplainer:
         self._misses: list[PrefixMiss] = []
 
     def explain(
-        self, root: Root | None, found: Iterable[Node], num_found: int, limit: int
+        self,
+        root: Root | None,
+        found: Iterable[Node],
+        num_found: int,
+        limit: int,
+        behind: Node | None = None,
     ) -> tuple[PrefixMiss, ...]:
         """`found` are the nodes of the whole blocks that were found, `num_found` is all tokens,
-        of the `limit` that may be found at most."""
-        if num_found < limit:
-            nodes = list(found)
+        of the `limit` that may be found at most. `behind`, where layers have windows: a node that
+        holds nothing, for lack of which the blocks after `found` are of no use."""
+        nodes = list(found)
+        if num_found < limit and behind is not None and behind.evicted_s is not None:
+            known = self._known_below(nodes[-1] if nodes else root or behind, len(nodes))
+            ago = self._now_s - behind.evicted_s
+            end = len(nodes) + max(1, len(known))
+            self._add(len(nodes), end, MissReason.EVICTED, evicted_s_ago=ago)
+            if end < self._num_blocks:
+                self._from(known[-1] if known else None, end, end * self._block_size)
+        elif num_found < limit:
             self._from(nodes[-1] if nodes else root, len(nodes), num_found)
         all_but_last = self._demand.num_tokens - 1
         if limit < all_but_last:
@@ -87,7 +100,10 @@ class MissExplainer:
         end = index
         if not index:
             own = self._tree.roots.get((self._demand.salt, ""))
-            others = (root for root in self._tree.roots.values() if root is not own)
+            # Roots of further groups of layers and of requests have another second name.
+            others = (
+                root for root in self._tree.roots.values() if root is not own and not root.name[1]
+            )
             for root in islice(others, _MAX_SALTS):
                 if key in root.children:
                     end = len(self._known_below(root, 0))

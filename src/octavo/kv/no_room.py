@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from octavo.util import cdiv, human_bytes
+from octavo.util import human_bytes
 
 if TYPE_CHECKING:
     from octavo.kv.sizing import MemoryPlan
@@ -61,10 +61,10 @@ def or_larger_share(plan: MemoryPlan, kv_bytes: int, joined: str = ", or ") -> s
     return f"{joined}raise --gpu-memory-utilization to at least {share:g}"
 
 
-def _or_fp8(plan: MemoryPlan) -> str:
-    if plan.total_bytes is None or plan.shape.scale_bytes:
+def _or_codes(plan: MemoryPlan) -> str:
+    if plan.shape.scale_bytes:
         return ""
-    return ", or use --kv-cache-dtype fp8"
+    return f", or use --kv-cache-dtype {'int8' if plan.total_bytes is None else 'fp8'}"
 
 
 def no_block(plan: MemoryPlan, kv_cache_memory_bytes: int | None, kv_share: float) -> str:
@@ -87,16 +87,16 @@ def no_block(plan: MemoryPlan, kv_cache_memory_bytes: int | None, kv_share: floa
 
 def no_max_model_len(plan: MemoryPlan, num_blocks: int, chosen_by: str) -> str:
     """Why a pool of so many blocks has no room for one sequence of the length that is wanted."""
-    needed = cdiv(plan.max_model_len, plan.block_size)
+    needed = plan.needs.blocks(plan.max_model_len)
     bytes_needed = needed * plan.bytes_per_block
     text = (
         f"one sequence of max_model_len={plan.max_model_len:,} tokens needs "
         f"{needed:,} KV blocks of {plan.block_size} tokens = {human_bytes(bytes_needed)}, and the "
         f"pool has {num_blocks:,} ({chosen_by}); {left_for_kv(plan)}; lower --max-model-len to "
-        f"at most {num_blocks * plan.block_size:,}"
+        f"at most {plan.needs.most_tokens(num_blocks):,}"
     )
     if bytes_needed > plan.left_bytes:
-        return text + or_larger_share(plan, bytes_needed) + _or_fp8(plan)
+        return text + or_larger_share(plan, bytes_needed) + _or_codes(plan)
     if chosen_by == "--num-gpu-blocks-override":
         return text + f" or raise --num-gpu-blocks-override to {needed:,}"
     return text + f" or set --kv-cache-memory-bytes to at least {bytes_needed:,}"

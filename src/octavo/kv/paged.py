@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from octavo.errors import IntegrityError
+from octavo.kv.needs import BlockNeeds, is_plain
 from octavo.kv.policy import NO_GROWTH, Growth, GrowthDemand, Promise, SeqDemand
 from octavo.kv.pool import BlockPool
 from octavo.kv.table import BlockTable
@@ -30,17 +31,44 @@ class PagedPolicy:
     external_runs: tuple[range, ...] = ()
     promises: tuple[Promise, ...] = ()
     promised_runs: tuple[tuple[int, range], ...] = ()
+    windows: tuple[int, ...] = (0,)
+    _max_chunk_tokens = 1
 
     _pool: BlockPool
+    _needs: BlockNeeds
+
+    def __init__(self, windows: tuple[int, ...] = (0,), max_chunk_tokens: int = 1) -> None:
+        """`windows` by group of layers, 0 where blocks are kept; `max_chunk_tokens`: most tokens
+        that a sequence computes in a step, of no matter where there is no window."""
+        self.windows = windows
+        self._max_chunk_tokens = max_chunk_tokens
 
     def attach(self, pool: BlockPool) -> None:
         """See `AllocationPolicy.attach`."""
         self._pool = pool
+        self._needs = BlockNeeds(pool.block_size, self.windows, self._max_chunk_tokens)
+
+    @property
+    def needs(self) -> BlockNeeds | None:
+        """See `AllocationPolicy`."""
+        return None if is_plain(self.windows) else self._needs
+
+    def max_tokens_in(self, num_blocks: int) -> int:
+        """All of them are of use."""
+        return self._needs.most_tokens(num_blocks)
 
     @property
     def max_tokens_of_one_sequence(self) -> int:
         """The whole pool."""
-        return self._pool.num_blocks * self._pool.block_size
+        return self.max_tokens_in(self._pool.num_blocks)
+
+    def num_needed(self, num_tokens: int) -> int:
+        """No more than its groups hold."""
+        return self._needs.blocks(num_tokens)
+
+    def num_needed_by_forks(self, num_shared: int, num_tokens: int) -> tuple[int, int]:
+        """Full blocks are shared; a window leaves them behind."""
+        return self._needs.forks(num_shared, num_tokens)
 
     def begin_step(self) -> None:
         """Nothing depends on it."""
@@ -68,7 +96,7 @@ class PagedPolicy:
 
         Cached blocks that are found count as needed: they are among the free ones.
         """
-        num_needed = cdiv(demand.num_tokens, self._pool.block_size) - num_shared
+        num_needed = self._needs.blocks(demand.num_tokens) - num_shared
         return num_needed + keep_free <= self._pool.num_free
 
     def start(self, table: BlockTable) -> bool:
@@ -77,11 +105,45 @@ class PagedPolicy:
 
     def grow(self, table: BlockTable, num_tokens: int, num_computed: int) -> Growth | None:
         """Append what is missing; copy the block of `num_computed` if it may not be written."""
-        pool, block_size = self._pool, self._pool.block_size
-        num_missing = max(0, cdiv(num_tokens, block_size) - len(table.block_ids))
+        if table.others:
+            return self._grow_all(table, num_tokens, num_computed)
+        num_missing = max(0, cdiv(num_tokens, self._pool.block_size) - len(table.block_ids))
         copied_at = self._entry_to_copy(table, num_computed)
-        if num_missing + (copied_at is not None) > pool.num_free:
+        if num_missing + (copied_at is not None) > self._pool.num_free:
             return None
+        new_block_ids, replaced = self._grow_one(table, num_missing, copied_at, num_computed)
+        if not new_block_ids and replaced is None:
+            return NO_GROWTH
+        return Growth(new_block_ids, replaced)
+
+    def _grow_all(self, table: BlockTable, num_tokens: int, num_computed: int) -> Growth | None:
+        """The same for the tables of all groups, or for none."""
+        parts = table.parts()
+        num_missing = max(0, cdiv(num_tokens, self._pool.block_size) - len(table.block_ids))
+        copied_at = [self._entry_to_copy(part, num_computed) for part in parts]
+        num_copies = len(parts) - copied_at.count(None)
+        if num_missing * len(parts) + num_copies > self._pool.num_free:
+            return None
+        grown = [
+            self._grow_one(part, num_missing, at, num_computed)
+            for part, at in zip(parts, copied_at, strict=True)
+        ]
+        table.align()
+        if not any(new or replaced for new, replaced in grown):
+            return NO_GROWTH
+        (new_block_ids, replaced), others = grown[0], grown[1:]
+        return Growth(
+            new_block_ids,
+            replaced,
+            tuple(new for new, _ in others) if new_block_ids else (),
+            tuple((group, *entry) for group, (_, entry) in enumerate(others, 1) if entry),
+        )
+
+    def _grow_one(
+        self, table: BlockTable, num_missing: int, copied_at: int | None, num_computed: int
+    ) -> tuple[tuple[int, ...], tuple[int, int] | None]:
+        """(Blocks that the runner does not know, the entry that it knows and that was replaced)."""
+        pool, block_size = self._pool, self._pool.block_size
         replaced = None
         if copied_at is not None:
             src = table.block_ids[copied_at]
@@ -99,10 +161,7 @@ class PagedPolicy:
         if begin < num_computed and (node := pool.nodes[table.block_ids[first_written]]):
             begin += node.num_tokens
         table.exclusive_from = min(table.exclusive_from, begin)
-        new_block_ids = table.report()
-        if not new_block_ids and replaced is None:
-            return NO_GROWTH
-        return Growth(new_block_ids, replaced)
+        return table.report(), replaced
 
     def expect_forks(self, table: BlockTable, num_forks: int) -> None:
         """Nothing is promised."""
@@ -114,13 +173,17 @@ class PagedPolicy:
         num_free = pool.num_free
         left: dict[int, int] = {}
         for table, num_tokens, num_computed in demands:
-            num_needed = max(0, cdiv(num_tokens, block_size) - len(table.block_ids))
-            copied_at = self._entry_to_copy(table, num_computed, left)
-            if num_needed + (copied_at is not None) > num_free:
+            parts = table.parts()
+            num_needed = max(0, cdiv(num_tokens, block_size) - len(table.block_ids)) * len(parts)
+            copied = [
+                part.block_ids[at]
+                for part in parts
+                if (at := self._entry_to_copy(part, num_computed, left)) is not None
+            ]
+            if num_needed + len(copied) > num_free:
                 return False
             num_free -= num_needed
-            if copied_at is not None:
-                block_id = table.block_ids[copied_at]
+            for block_id in copied:
                 left[block_id] = left.get(block_id, pool.ref_counts[block_id]) - 1
                 num_free -= left[block_id] > 0  # else its old block is allocatable now
         return True
@@ -132,17 +195,21 @@ class PagedPolicy:
         most one block, the last and partial one, is ever written by two owners.
         """
         num_tokens = parent.num_committed
-        shared = parent.block_ids[: cdiv(num_tokens, self._pool.block_size)]
-        self._pool.share(shared)
-        child.append(shared)
-        child.num_committed = num_tokens
-        parent.mark_shared(num_tokens)
-        child.mark_shared(num_tokens)
+        num_blocks = cdiv(num_tokens, self._pool.block_size)
+        for of_parent, of_child in zip(parent.parts(), child.parts(), strict=True):
+            of_child.skip(of_parent.num_dropped)
+            shared = of_parent.block_ids[of_parent.num_dropped : num_blocks]
+            self._pool.share(shared)
+            of_child.append(shared)
+            of_child.num_committed = num_tokens
+            of_parent.mark_shared(num_tokens)
+            of_child.mark_shared(num_tokens)
         return True
 
     def release(self, table: BlockTable) -> tuple[BlockTable, ...]:
         """Blocks that nobody else owns are free at once."""
-        self._pool.release(table.block_ids)
+        for part in table.parts():
+            self._pool.release(part.held)
         return (table,)
 
     def check_integrity(self, tables: Sequence[BlockTable]) -> None:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from octavo.errors import CapacityError, IntegrityError, InvalidRequestError
 from octavo.kv.cache import PrefixCache
+from octavo.kv.group_lookup import nodes_in_pool, root_of_group
+from octavo.kv.node import Node
 from octavo.kv.tree import whole_blocks
 
 _MOST = 0.5
@@ -22,6 +24,7 @@ class Pin(NamedTuple):
     num_tokens: int
     """How many of its tokens are pinned: whole blocks that were in the pool."""
     num_blocks: int
+    """Of all groups of layers; of those with a window, what the last token looks back at."""
 
 
 class Pins:
@@ -52,22 +55,26 @@ class Pins:
     def num_in(self, token_ids: Sequence[int], salt: str) -> int:
         """Pinned blocks that a prompt finds. Its last token is never found."""
         cache, counts = self._cache, self.counts
-        root = cache.tree.roots.get((salt, "")) if counts else None
-        if root is None:
+        if not counts:
             return 0
-        nodes = whole_blocks(root, token_ids, 0, len(token_ids) - 1, cache.pool.block_size)
-        return sum(1 for _ in takewhile(lambda node: node.block_id in counts, nodes))
+        windows = (0,) if cache.needs is None else cache.needs.windows
+        found = 0
+        for group, window in enumerate(windows):
+            root = cache.tree.roots.get(root_of_group((salt, ""), group))
+            if root is not None and not window:  # a window moves on, away from what is pinned
+                nodes = whole_blocks(root, token_ids, 0, len(token_ids) - 1, cache.pool.block_size)
+                found += sum(1 for _ in takewhile(lambda node: node.block_id in counts, nodes))
+        return found
 
     def pin(self, token_ids: Sequence[int], salt: str) -> Pin:
         """Pin the whole blocks of a prefix, as far as they are in the pool now."""
         cache, pool = self._cache, self._cache.pool
         size = pool.block_size
-        root = cache.tree.roots.get((salt, "")) if cache.enabled else None
-        block_ids: list[int] = []
-        if root is not None:
-            nodes = whole_blocks(root, token_ids, 0, len(token_ids), size)
-            in_pool = takewhile(lambda node: node.block_id >= 0, nodes)
-            block_ids = [node.block_id for node in in_pool]
+        windows = (0,) if cache.needs is None else cache.needs.windows
+        num_whole, nodes = 0, list[Node]()
+        if cache.enabled:
+            num_whole, nodes = nodes_in_pool(cache, token_ids, (salt, ""), windows)
+        block_ids = [node.block_id for node in nodes]
         num_new = sum(block_id not in self.counts for block_id in block_ids)
         most = int(pool.num_blocks * _MOST)
         if self.num_blocks + num_new > most:
@@ -78,7 +85,7 @@ class Pins:
                 "pin a shorter prefix, or raise --kv-cache-memory-bytes"
             )
         pool.pin(block_ids)
-        pin = Pin(self._next_id, len(block_ids) * size, len(block_ids))
+        pin = Pin(self._next_id, num_whole * size, len(block_ids))
         self._next_id += 1
         self.blocks[pin.pin_id] = block_ids
         return pin

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from octavo.kv.needs import BlockNeeds
 from octavo.kv.pool import BlockPool
 from octavo.kv.table import BlockTable
 
@@ -59,6 +60,10 @@ class Growth(NamedTuple):
     """Blocks the runner does not know yet, to be appended to the sequence's table."""
     replaced: tuple[int, int] | None
     """Copy-on-write: (index in the table, new block id) of an entry the runner knows already."""
+    group_block_ids: tuple[tuple[int, ...], ...] = ()
+    """The same as `new_block_ids` for each further group of layers; -1: nothing."""
+    group_replaced: tuple[tuple[int, int, int], ...] = ()
+    """The same as `replaced` for those: (group, index, block id)."""
 
 
 NO_GROWTH = Growth((), None)
@@ -143,8 +148,32 @@ class AllocationPolicy(Protocol):
         ...
 
     @property
+    def windows(self) -> tuple[int, ...]:
+        """By group of layers (`octavo.kv_groups`) the window behind which blocks are given back;
+        `(0,)`: one group, which keeps all. Others only if it `shares_blocks`."""
+        ...
+
+    @property
+    def needs(self) -> BlockNeeds | None:
+        """What its groups need of the pool that it is attached to; None: `windows` is `(0,)`."""
+        ...
+
+    def max_tokens_in(self, num_blocks: int) -> int:
+        """Most tokens that one sequence can hold that has so many blocks of the pool for itself."""
+        ...
+
+    @property
     def max_tokens_of_one_sequence(self) -> int:
         """Most tokens one sequence can hold when it is alone in the pool."""
+        ...
+
+    def num_needed(self, num_tokens: int) -> int:
+        """Most blocks that a sequence holds at one time until it has so many tokens."""
+        ...
+
+    def num_needed_by_forks(self, num_shared: int, num_tokens: int) -> tuple[int, int]:
+        """Of sequences of at most `num_tokens` tokens that were forked from one behind its first
+        `num_shared`: (blocks that they have together, blocks that each has besides), at most."""
         ...
 
     def most_blocks(self, num_tokens: int) -> int:

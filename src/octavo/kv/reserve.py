@@ -92,6 +92,8 @@ class ReservingPolicy:
     can_preempt = False
     shares_blocks = False
     batches_requests = False
+    windows: tuple[int, ...] = (0,)
+    needs = None
 
     _pool: BlockPool
     _arena: Arena
@@ -118,6 +120,18 @@ class ReservingPolicy:
     def max_tokens_of_one_sequence(self) -> int:
         """See `AllocationPolicy`."""
         raise NotImplementedError
+
+    def max_tokens_in(self, num_blocks: int) -> int:
+        """As many as blocks have slots, and a run may have."""
+        return min(num_blocks * self._pool.block_size, self.max_tokens_of_one_sequence)
+
+    def num_needed(self, num_tokens: int) -> int:
+        """Those that are filled."""
+        return cdiv(num_tokens, self._pool.block_size)
+
+    def num_needed_by_forks(self, num_shared: int, num_tokens: int) -> tuple[int, int]:
+        """They share nothing."""
+        return 0, self.num_needed(num_tokens)
 
     def most_blocks(self, num_tokens: int) -> int:
         """A run for all of them."""

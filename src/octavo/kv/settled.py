@@ -94,8 +94,7 @@ class LedgerHistory:
         """As they were seen: unfilled slots count as reserved as long as they may be filled."""
         self._moved = [0]
         """Differences from sample to sample of the slots that turned out internal."""
-        self._open: dict[int, tuple[BlockTable, list[_Open]]] = {}
-        """By sequence."""
+        self._open: dict[BlockTable, list[_Open]] = {}
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -121,7 +120,7 @@ class LedgerHistory:
         num_running = 0
         tails: set[int] = set()
         for table in self._tables():
-            num_running += 1
+            num_running += not table.group
             self._note(table, index, tails)
         self._moved.append(0)
         num_logical = ledger.num_logical_blocks * ledger.block_size
@@ -148,25 +147,24 @@ class LedgerHistory:
                 floor = (tail + 1) * table.block_size
             tails.add(table.block_ids[tail])
         is_open = end > max(committed, floor)
-        known = self._open.get(table.seq_id)
-        if known is None:
+        entries = self._open.get(table)
+        if entries is None:
             if is_open:
-                self._open[table.seq_id] = table, [_Open(index, end, floor)]
+                self._open[table] = [_Open(index, end, floor)]
             return
-        entries = known[1]
         while entries and entries[0].end <= max(committed, entries[0].floor):
             entries.pop(0)  # filled by now: it was reserved indeed
         if not entries and not is_open:
-            del self._open[table.seq_id]
+            del self._open[table]
         elif not entries or (entries[-1].end, entries[-1].floor) != (end, floor):
             entries.append(_Open(index, end, floor))
 
     def settle(self, table: BlockTable, num_wanted: int) -> None:
         """A sequence is over, or preempted: what was behind its first `num_wanted` slots was
         internal."""
-        known = self._open.pop(table.seq_id, None)
-        if known is not None:
-            _add_unwanted(self._moved, known[1], num_wanted, len(self._samples))
+        entries = self._open.pop(table, None)
+        if entries is not None:
+            _add_unwanted(self._moved, entries, num_wanted, len(self._samples))
 
     def _thin_out(self) -> None:
         """Drop every second sample."""
@@ -177,7 +175,7 @@ class LedgerHistory:
         self._spacing_s = max(2 * self._spacing_s, seconds / len(kept))
         self._samples = kept
         self._moved = [b - a for a, b in pairwise([0, *moved, 0])]
-        for _, entries in self._open.values():
+        for entries in self._open.values():
             entries[:] = [entry._replace(first=(entry.first + 1) // 2) for entry in entries]
 
     # -- what is known of it
@@ -185,7 +183,7 @@ class LedgerHistory:
     def samples(self) -> list[LedgerSample]:
         """All samples, settled as far as sequences have given their blocks back."""
         undecided = [0] * len(self._moved)
-        for table, entries in self._open.values():
+        for table, entries in self._open.items():
             _add_unwanted(undecided, entries, table.num_wanted, len(self._samples))
         sums = zip(self._samples, accumulate(self._moved), accumulate(undecided), strict=False)
         return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from octavo.errors import CapacityError
+from octavo.kv.needs import BlockNeeds, is_plain
 from octavo.kv.no_room import left_for_kv, less, no_block, no_max_model_len, or_larger_share
 from octavo.util import cdiv, human_bytes
 
@@ -24,37 +25,68 @@ class KVShape:
     num_kv_heads: int
     head_dim: int
     element_bytes: int
-    """Bytes of one number in the KV cache: 2 for bfloat16, 4 for float32, 1 for fp8."""
+    """Bytes of one number in the KV cache: 2 for bfloat16, 4 for float32, 1 for fp8 and int8."""
     scale_bytes: int = 0
-    """Bytes of the scale that each head of a token has for K, and for V: 2 under fp8."""
+    """Bytes of the scale that each head of a token has in each plane: 2 under fp8 and int8."""
+    planes: int = 2
+    """2: K and V. 1: what is kept of a token serves as both (a latent, MLA)."""
+    windows: tuple[int, ...] = (0,)
+    """By group of layers the attention window in tokens, 0: all before. Groups have equally many
+    layers; a block holds tokens for the layers of one group."""
+    num_padding: int = 0
+    """Of `num_layers` those that the model does not have: groups are filled up."""
+
+    @property
+    def layers_per_block(self) -> int:
+        """Layers whose KV a block holds: those of a group."""
+        return self.num_layers // len(self.windows)
 
     @property
     def bytes_per_token(self) -> int:
         """layers x kv_heads x head_dim x 2 (K and V) x bytes per element (paper section 3), and
-        the scales."""
+        the scales; of one token that no layer has given up."""
         per_head = self.head_dim * self.element_bytes + self.scale_bytes
-        return self.num_layers * self.num_kv_heads * 2 * per_head
+        return self.num_layers * self.num_kv_heads * self.planes * per_head
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one token in one block."""
+        return self.bytes_per_token // len(self.windows)
 
     def bytes_per_block(self, block_size: int) -> int:
-        """Bytes of one block of `block_size` tokens, over all layers; with scales behind its codes
-        it is filled up to whole 16 bytes."""
-        num_bytes = block_size * self.bytes_per_token
+        """Bytes of one block of `block_size` tokens, over all layers of a group; with scales behind
+        its codes it is filled up to whole 16 bytes."""
+        num_bytes = block_size * self.bytes_per_slot
         return num_bytes if not self.scale_bytes else cdiv(num_bytes, 16) * 16
 
     def block_terms(self, block_size: int) -> str:
         """The arithmetic of `bytes_per_block`, without its result."""
-        text = f"{block_size} tokens x {self.bytes_per_token:,} B"
-        padding = self.bytes_per_block(block_size) - block_size * self.bytes_per_token
+        text = f"{block_size} tokens x {self.bytes_per_slot:,} B"
+        padding = self.bytes_per_block(block_size) - block_size * self.bytes_per_slot
         return f"{text} + {padding} B of padding" if padding else text
 
     def __str__(self) -> str:
-        element = f"{self.head_dim} x 2 (K, V) x {self.element_bytes} B"
+        kind = "2 (K, V)" if self.planes == 2 else "1 (latent)"
+        element = f"{self.head_dim} x {kind} x {self.element_bytes} B"
         if self.scale_bytes:
-            element = f"2 (K, V) x ({self.head_dim} x {self.element_bytes} + {self.scale_bytes}) B"
-        return (
-            f"{self.num_layers} layers x {self.num_kv_heads} kv heads x {element} = "
+            element = f"{kind} x ({self.head_dim} x {self.element_bytes} + {self.scale_bytes}) B"
+        of_them = f" ({self.num_padding} of padding)" if self.num_padding else ""
+        text = (
+            f"{self.num_layers} layers{of_them} x {self.num_kv_heads} kv heads x {element} = "
             f"{self.bytes_per_token:,} B a token"
         )
+        return f"{text}, {self.groups_phrase}" if any(self.windows) else text
+
+    @property
+    def groups_phrase(self) -> str:
+        """`1 group of 3 layers that keeps all, 5 that keep 512 tokens`."""
+        parts: list[str] = []
+        for window in dict.fromkeys(self.windows):
+            num = self.windows.count(window)
+            what = f"{window:,} tokens" if window else "all"
+            noun = "" if parts else f" group{'s' * (num > 1)} of {self.layers_per_block} layers"
+            parts.append(f"{num}{noun} that keep{'s' * (num == 1)} {what}")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +132,8 @@ class MemoryPlan:
     """Blocks in the pool, >= 1."""
     max_model_len: int
     """Longest sequence that is wanted, in tokens; the pool may hold less (`max_seq_len`)."""
+    max_chunk_tokens: int = 1
+    """Most tokens that a sequence computes in a step; of no matter without a window."""
     chosen_by: str
     """What decided the size of the pool, in words or as a flag."""
     num_host_blocks: int = 0
@@ -119,8 +153,13 @@ class MemoryPlan:
 
     @property
     def num_slots(self) -> int:
-        """Tokens the pool can hold."""
+        """Tokens the pool can hold, each for the layers of one group."""
         return self.num_blocks * self.block_size
+
+    @property
+    def needs(self) -> BlockNeeds:
+        """What sequences need of the paged pool."""
+        return BlockNeeds(self.block_size, self.shape.windows, self.max_chunk_tokens)
 
     @property
     def budget_bytes(self) -> int:
@@ -147,7 +186,7 @@ class MemoryPlan:
     @property
     def max_seq_len(self) -> int:
         """Longest sequence that fits, alone, into the paged pool: at most `max_model_len`."""
-        return min(self.max_model_len, self.num_slots)
+        return min(self.max_model_len, self.needs.most_tokens(self.num_blocks))
 
     def terms(self) -> dict[str, int]:
         """The terms that add up to `budget_bytes`."""
@@ -189,9 +228,10 @@ class MemoryPlan:
         ]
         if self.host_available_bytes is not None and self.num_host_blocks:
             lines.append(f"  {'host tier':<12} {human_bytes(self.host_bytes):>12}  {host}")
-        lines += [
-            f"  {self.shape}; room for {self.num_slots:,} tokens",
-        ]
+        room = f"room for {self.num_slots:,} tokens"
+        if not is_plain(self.shape.windows):
+            room = f"a sequence may have up to {self.max_seq_len:,} tokens"
+        lines += [f"  {self.shape}; {room}"]
         return "\n".join(line.rstrip() for line in lines)
 
 
@@ -205,6 +245,7 @@ def plan_memory(
     block_size: int,
     max_model_len: int,
     max_num_seqs: int,
+    max_chunk_tokens: int = 1,
     gpu: GPUTerms | None = None,
     kv_cache_memory_bytes: int | None = None,
     num_blocks: int | None = None,
@@ -220,7 +261,8 @@ def plan_memory(
     on a CPU `kv_share` of it, but never more than `max_num_seqs` sequences of `max_model_len`
     tokens can use.
     `require_max_model_len` refuses a pool in which one such sequence does not fit: for a length
-    that was asked for, not for one that is only the model's limit.
+    that was asked for, not for one that is only the model's limit. `max_chunk_tokens` are the most
+    that are computed in a step.
     `swap_space` is the host tier in GiB; None: a quarter of what is left beside the pool (on a GPU:
     of free host memory), at most 4 GiB and four times the pool. `need_host` names the flag that
     cannot do without a host tier.
@@ -234,6 +276,7 @@ def plan_memory(
         block_size=block_size,
         num_blocks=0,
         max_model_len=max_model_len,
+        max_chunk_tokens=max_chunk_tokens,
         chosen_by="",
     )
     if gpu is not None:
@@ -248,14 +291,14 @@ def plan_memory(
         num_blocks = left // base.bytes_per_block
     else:
         chosen_by = f"{kv_share:.0%} of what the rest leaves"
-        most = max_num_seqs * cdiv(max_model_len, block_size)
+        most = base.needs.of_all(max_num_seqs, max_model_len)
         num_blocks = int(left * kv_share) // base.bytes_per_block
         if num_blocks > most:
             num_blocks = most
             chosen_by = f"all that {max_num_seqs} sequences of {max_model_len:,} tokens can use"
     if num_blocks < 1:
         raise CapacityError(no_block(base, kv_cache_memory_bytes, kv_share))
-    if require_max_model_len and num_blocks * block_size < max_model_len:
+    if require_max_model_len and base.needs.most_tokens(num_blocks) < max_model_len:
         raise CapacityError(no_max_model_len(base, num_blocks, chosen_by))
     sized = replace(base, num_blocks=num_blocks, chosen_by=chosen_by)
     return _with_host_tier(sized, swap_space, need_host)

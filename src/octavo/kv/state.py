@@ -6,9 +6,18 @@ from collections.abc import Sequence
 
 from octavo.errors import CapacityError, ConfigError, IntegrityError
 from octavo.kv.cache import PrefixCache
+from octavo.kv.group_lookup import num_saved
 from octavo.kv.integrity import check_integrity
 from octavo.kv.integrity_cache import check_cache
-from octavo.kv.ledger import PoolLedger, RequestLedger, pool_ledger, request_ledger
+from octavo.kv.ledger import (
+    GroupHeld,
+    PoolLedger,
+    RequestLedger,
+    held_by_group,
+    pool_ledger,
+    request_ledger,
+)
+from octavo.kv.needs import is_plain
 from octavo.kv.paged import PagedPolicy
 from octavo.kv.pins import Pins
 from octavo.kv.policy import AllocationPolicy, RestoreCost, SeqDemand
@@ -79,6 +88,13 @@ class KVState:
         self.bytes_per_block = bytes_per_block
         self._pool = BlockPool(num_blocks, block_size)
         self.policy.attach(self._pool)
+        self.windows = self.policy.windows
+        """By group of layers the window behind which blocks are given back; 0: none."""
+        if disk is not None and not is_plain(self.windows):
+            raise ConfigError(
+                "the disk tier keeps whole prefixes, and layers with a window give theirs back: it "
+                "needs --disable-hybrid-kv-cache-manager"
+            )
         self._cache = PrefixCache(
             self._pool,
             enabled=enable_prefix_caching and self.policy.shares_blocks,
@@ -86,6 +102,7 @@ class KVState:
             disk=disk,
             max_disk_blocks=max_disk_blocks,
             bytes_per_block=bytes_per_block,
+            needs=self.policy.needs,
         )
         self._holds = Holds(self._cache)
         self._pins = Pins(self._cache)
@@ -127,7 +144,15 @@ class KVState:
     def max_tokens_of_one_sequence(self) -> int:
         """Most tokens that one sequence, alone in the pool, can hold under the policy. Pinned
         blocks are not for it."""
-        return self.policy.max_tokens_of_one_sequence - self._pins.num_blocks * self.block_size
+        return self.max_tokens_beside_pins(0)
+
+    def max_tokens_beside_pins(self, num_found: int) -> int:
+        """The same of one that shares `num_found` pinned blocks."""
+        return self.policy.max_tokens_in(self.num_blocks - self._pins.num_blocks + num_found)
+
+    def num_needed(self, num_tokens: int) -> int:
+        """Most blocks that a sequence holds at one time until it has so many tokens."""
+        return self.policy.num_needed(num_tokens)
 
     @property
     def num_pinned_blocks(self) -> int:
@@ -138,10 +163,18 @@ class KVState:
         """Pinned blocks that a sequence with this prompt shares when it starts."""
         return self._pins.num_in(token_ids, salt)
 
+    def num_needed_by_forks(self, num_shared: int, num_tokens: int) -> tuple[int, int]:
+        """(Blocks that sequences of at most `num_tokens` tokens have together, which were forked
+        from one behind its first `num_shared` tokens; blocks that each has besides), at most."""
+        return self.policy.num_needed_by_forks(num_shared, num_tokens)
+
     def num_pinned_of(self, seq_id: int) -> int:
-        """Pinned blocks that a running sequence has in its table."""
+        """Pinned blocks that a running sequence has in its tables, to keep."""
         counts = self._pins.counts
-        return sum(i in counts for i in self._table(seq_id).block_ids) if counts else 0
+        if not counts:
+            return 0
+        kept = (part for part in self._table(seq_id).parts() if not part.window)
+        return sum(i in counts for part in kept for i in part.block_ids)
 
     @property
     def can_preempt(self) -> bool:
@@ -158,13 +191,20 @@ class KVState:
         """Whether the sequence has a table."""
         return seq_id in self._tables
 
-    def block_table(self, seq_id: int) -> Sequence[int]:
-        """The sequence's block ids, logical to physical: a read-only view, empty after release."""
-        return TableView(self._table(seq_id).block_ids)
+    def block_table(self, seq_id: int, group: int = 0) -> Sequence[int]:
+        """The sequence's block ids, logical to physical: a read-only view, empty after release.
+        -1: nothing is there, as it is behind the window of the group."""
+        return TableView(self._table(seq_id).parts()[group].block_ids)
 
-    def slot(self, seq_id: int, position: int) -> int:
+    def slot(self, seq_id: int, position: int, group: int = 0) -> int:
         """The slot of a token: `block_id * block_size + offset in the block`."""
-        return self._table(seq_id).slot(position)
+        return self._table(seq_id).parts()[group].slot(position)
+
+    def written_blocks(self, seq_id: int, position: int) -> set[int]:
+        """Blocks of all groups that hold tokens from `position` on."""
+        first = position // self.block_size
+        parts = self._table(seq_id).parts()
+        return {i for part in parts for i in part.block_ids[max(first, part.num_dropped) :]}
 
     def num_committed(self, seq_id: int) -> int:
         """Tokens of the sequence whose KV is in the pool."""
@@ -179,8 +219,10 @@ class KVState:
         return not self._pool.ref_counts[block_id] and self._pool.nodes[block_id] is not None
 
     def tables(self) -> list[BlockTable]:
-        """All that hold blocks, those of ended members of a batch included: to read only."""
-        return [*self._tables.values(), *self._deferred.values()]
+        """All that hold blocks, those of ended members of a batch included: to read only. Where
+        layers are in several groups each sequence has several."""
+        tables = [*self._tables.values(), *self._deferred.values()]
+        return tables if len(self.windows) == 1 else [p for table in tables for p in table.parts()]
 
     # -- may it be done?
 
@@ -196,7 +238,11 @@ class KVState:
         if not self.policy.shares_blocks or self._cache.ignores(demand):
             return False
         root_name = self._holds.root_name_of(demand)
-        num_shared = self._cache.num_shared(demand, root_name)
+        needs = self._cache.needs
+        if needs is None:
+            num_shared = self._cache.num_shared(demand, root_name)
+        else:
+            num_shared = num_saved(self._cache, demand, root_name, needs)
         return num_shared > 0 and self.policy.can_admit(demand, keep_free, num_shared)
 
     def fits_idle(self, demand: SeqDemand) -> bool:
@@ -306,6 +352,10 @@ class KVState:
             free=most - num,
             bytes_per_block=self.bytes_per_block,
         )
+
+    def held_by_group(self) -> list[GroupHeld]:
+        """What each group of layers holds of those who run."""
+        return held_by_group([table.parts() for table in self._tables.values()], self.windows)
 
     def request_ledger(self, request_id: str) -> RequestLedger:
         """The same for the blocks of one request; empty for one that holds none."""

@@ -56,21 +56,41 @@ class Holds:
 
     def move_out(self, table: BlockTable) -> MovedOut:
         """Hold all that a running sequence has, and move to the host what only it has, from its
-        first block on, as far as there is room. Its blocks are still to be released."""
+        first block on, as far as there is room; of all groups. Its blocks are still to be
+        released. Tokens that move are counted in the first group, those that are lost where most
+        are."""
+        held = [self._hold(part) for part in table.parts()]
+        self.nodes[table.seq_id] = [node for nodes in held for node in nodes]
+        (moved, lost, block_ids), *others = (
+            self._move(part, nodes) for part, nodes in zip(table.parts(), held, strict=True)
+        )
+        for other in others:
+            block_ids += other.block_ids
+            lost = max(lost, other.tokens_lost)
+        return MovedOut(moved, lost, block_ids)
+
+    def _hold(self, table: BlockTable) -> list[Node]:
+        """The nodes of its entries, as far as there are any; each is held from now on."""
         cache = self._cache
         tail = cache.register_tail(table, or_shared=True, is_old=True)
         last = table.last_node
         # A node without a parent was forgotten by the tree: nobody would find what it holds.
-        nodes = chain_to(last, table.num_registered) if last and last.parent else []
+        nodes = []
+        if last and last.parent:
+            nodes = chain_to(last, table.num_registered - table.num_dropped)
         if tail is not None:
             nodes.append(tail)
         for node in nodes:
             cache.host.hold(node)
-        self.nodes[table.seq_id] = nodes
+        return nodes
+
+    def _move(self, table: BlockTable, nodes: list[Node]) -> MovedOut:
+        cache = self._cache
         moved = lost = 0
         block_ids: list[int] = []
         for index, block_id, num_tokens in own_blocks(table, cache):
-            held = nodes[index] if index < len(nodes) else None
+            place = index - table.num_dropped
+            held = nodes[place] if place < len(nodes) else None
             if held is None or (held.block_id != block_id and not held.is_resident):
                 lost += num_tokens
             elif held.block_id != block_id:
@@ -100,10 +120,11 @@ class Holds:
 
 
 def own_blocks(table: BlockTable, cache: PrefixCache) -> list[tuple[int, int, int]]:
-    """(index, block, token states) of the blocks with tokens that nobody else references."""
+    """(index, block, token states) of the blocks with tokens that nobody else references; of one
+    group."""
     counts, size = cache.pool.ref_counts, table.block_size
     found = []
-    for index in range(cdiv(table.num_committed, size)):
+    for index in range(table.num_dropped, cdiv(table.num_committed, size)):
         block_id = table.block_ids[index]
         if counts[block_id] == 1:
             found.append((index, block_id, min(size, table.num_committed - index * size)))
@@ -112,7 +133,15 @@ def own_blocks(table: BlockTable, cache: PrefixCache) -> list[tuple[int, int, in
 
 def restore_cost(tables: Sequence[BlockTable], cache: PrefixCache) -> RestoreCost:
     """Of sequences that are preempted together: blocks that nobody else references count once,
-    with as many tokens as the fullest view of them has."""
+    with as many tokens as the fullest view of them has. Tokens are those of the first group, and
+    those that it has given back: they would be computed again."""
+    by_group = zip(*(table.parts() for table in tables), strict=True)
+    costs = [_cost_of_group(of_group, cache) for of_group in by_group]
+    num_gone = sum(table.num_dropped for table in tables) * cache.pool.block_size
+    return RestoreCost(costs[0].num_tokens + num_gone, sum(cost.num_blocks for cost in costs))
+
+
+def _cost_of_group(tables: Sequence[BlockTable], cache: PrefixCache) -> RestoreCost:
     if len(tables) == 1:
         own = own_blocks(tables[0], cache)
         return RestoreCost(sum(num for _, _, num in own), len(own))
@@ -120,7 +149,7 @@ def restore_cost(tables: Sequence[BlockTable], cache: PrefixCache) -> RestoreCos
     owners: Counter[int] = Counter()
     filled: dict[int, int] = {}
     for table in tables:
-        for index in range(cdiv(table.num_committed, size)):
+        for index in range(table.num_dropped, cdiv(table.num_committed, size)):
             block_id = table.block_ids[index]
             owners[block_id] += 1
             num_tokens = min(size, table.num_committed - index * size)

@@ -7,11 +7,15 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, overload
 
 from octavo.errors import IntegrityError
+from octavo.kv.needs import num_behind
 from octavo.kv.node import Node, RootName
 
 if TYPE_CHECKING:
     from octavo.kv.policy import SeqDemand
     from octavo.kv.usage import RequestAccount
+
+NO_BLOCK = -1
+"""In place of a block's number in a table: the entry holds nothing."""
 
 
 class TableView(Sequence[int]):
@@ -48,7 +52,12 @@ class BlockTable:
     """The blocks of one sequence, in the order of its tokens, and how far they are filled.
 
     Append-only: an entry changes only by `replace` (copy-on-write), and all entries go together
-    when the sequence ends. Policies write it; everybody else reads.
+    when the sequence ends; but of layers with a window the first ones go as it grows (`drop`).
+    Policies write it; everybody else reads.
+
+    Where layers are in several groups (`octavo.kv_groups`) a sequence has a table for each. That of
+    the first group speaks for all and has the `others`: they are of one length, and hold the same
+    tokens.
     """
 
     __slots__ = (
@@ -58,27 +67,50 @@ class BlockTable:
         "capacity",
         "demand",
         "exclusive_from",
+        "group",
         "last_node",
         "max_total_tokens",
         "may_share",
         "next_register",
         "num_asked",
         "num_committed",
+        "num_dropped",
         "num_registered",
         "num_reported",
+        "others",
         "root_name",
         "seq_id",
         "token_ids",
+        "window",
     )
 
     def __init__(
-        self, seq_id: int, demand: SeqDemand, block_size: int, account: RequestAccount
+        self,
+        seq_id: int,
+        demand: SeqDemand,
+        block_size: int,
+        account: RequestAccount,
+        windows: Sequence[int] = (0,),
+        group: int = 0,
     ) -> None:
         self.seq_id = seq_id
+        self.group = group
+        self.window = windows[group]
+        """Tokens that its layers look back; 0: all."""
+        self.others: tuple[BlockTable, ...] = ()
+        """The tables of the further groups; only of group 0's."""
+        if not group and len(windows) > 1:
+            self.others = tuple(
+                BlockTable(seq_id, demand, block_size, account, windows, other)
+                for other in range(1, len(windows))
+            )
         self.demand = demand
         self.block_size = block_size
         self.account = account
         self.block_ids: list[int] = []
+        """The first `num_dropped` are `NO_BLOCK`."""
+        self.num_dropped = 0
+        """Its first entries, which hold nothing: they are behind the window."""
         self.capacity = 0
         """Slots in the table."""
         self.num_committed = 0
@@ -133,6 +165,38 @@ class BlockTable:
         self.num_reported = len(self.block_ids)
         return new_block_ids
 
+    def parts(self) -> tuple[BlockTable, ...]:
+        """It, and the tables of the other groups."""
+        return (self, *self.others)
+
+    def align(self) -> None:
+        """Its own `exclusive_from` speaks for the other groups' too."""
+        for part in self.others:
+            self.exclusive_from = max(self.exclusive_from, part.exclusive_from)
+
+    @property
+    def held(self) -> list[int]:
+        """Its blocks: those that are not behind the window."""
+        return self.block_ids[self.num_dropped :] if self.num_dropped else self.block_ids
+
+    def num_behind(self, num_tokens: int) -> int:
+        """Its first entries that nobody needs who computes from position `num_tokens` on."""
+        return num_behind(num_tokens, self.window, self.block_size)
+
+    def skip(self, num_entries: int) -> None:
+        """Begin with so many entries that hold nothing; of an empty table."""
+        assert not self.block_ids, f"{self!r} is not empty"
+        self.num_dropped = num_entries
+        self.append([NO_BLOCK] * num_entries)
+
+    def drop(self, num_entries: int) -> list[int]:
+        """Its first so many entries hold nothing from now on; returns the blocks that were
+        there, which are to be released."""
+        first, self.num_dropped = self.num_dropped, num_entries
+        dropped = self.block_ids[first:num_entries]
+        self.block_ids[first:num_entries] = [NO_BLOCK] * len(dropped)
+        return dropped
+
     def mark_shared(self, num_tokens: int) -> None:
         """Others own the blocks of the first `num_tokens` tokens too, from now on."""
         end = -(-num_tokens // self.block_size) * self.block_size
@@ -148,6 +212,11 @@ class BlockTable:
                 f"{self.capacity - 1}"
             )
         index, offset = divmod(position, self.block_size)
+        if index < self.num_dropped:
+            raise IntegrityError(
+                f"sequence {self.seq_id} has no slot for position {position}: it is behind the "
+                f"window of {self.window} tokens, and was given back"
+            )
         return self.block_ids[index] * self.block_size + offset
 
     @property
@@ -164,9 +233,11 @@ class BlockTable:
 
     def end(self) -> None:
         """Its sequence is over, though it may keep its blocks until a batch has ended."""
-        self.num_committed = self.max_total_tokens = 0
+        for part in self.parts():
+            part.num_committed = part.max_total_tokens = 0
 
     def clear(self) -> None:
         """Empty it: its blocks were given back."""
-        self.block_ids.clear()
-        self.capacity = self.num_committed = self.num_reported = 0
+        for part in self.parts():
+            part.block_ids.clear()
+            part.capacity = part.num_committed = part.num_reported = part.num_dropped = 0

@@ -37,7 +37,7 @@ class RequestAccount:
         self.request_id = request_id
         self.block_size = block_size
         self.tables: list[BlockTable] = []
-        """Tables of its sequences that hold blocks, deferred ones included."""
+        """Tables of its sequences that hold blocks, deferred ones included; of all groups."""
         self._entries: dict[int, int] = {}
         """By block: how many of this request's table entries point at it."""
         self._tail_tokens: dict[int, int] = {}
@@ -92,7 +92,7 @@ class RequestAccount:
         """A sequence of this request begins with what is in its table."""
         self.settle(now_s)
         self.tables.append(table)
-        self._count(table.block_ids)
+        self._count(table.held)
         num_full, num_tail = divmod(table.num_committed, self.block_size)
         if num_tail:
             block_id = table.block_ids[num_full]
@@ -105,7 +105,7 @@ class RequestAccount:
         """A sequence of this request gave its blocks back."""
         self.settle(now_s)
         self.tables.remove(table)
-        self.remove(table.block_ids)
+        self.remove(table.held)
 
     def add(self, block_ids: Iterable[int]) -> None:
         """Table entries that point at these blocks were added."""
@@ -155,7 +155,7 @@ class RequestAccount:
         expected: dict[int, int] = {}
         filled: dict[int, int] = {}
         for table in self.tables:
-            for index, block_id in enumerate(table.block_ids):
+            for index, block_id in enumerate(table.held, table.num_dropped):
                 expected[block_id] = expected.get(block_id, 0) + 1
                 num = min(table.num_committed - index * self.block_size, self.block_size)
                 filled[block_id] = max(num, filled.get(block_id, 0))

@@ -81,7 +81,7 @@ class NullModel:
         drawing_beams = {seq_id for draw in plan.beams for seq_id in draw.seq_ids}
         extra_draws, token_of = plan.extra_draws, self._tokens
         sampled: list[SeqResult] = []
-        for seq_id, start, num_tokens, _, _, sample in plan.seqs:
+        for seq_id, start, num_tokens, _, _, sample, _, _ in plan.seqs:
             if not sample or (drawing_beams and seq_id in drawing_beams):
                 continue
             for drawing_id in (seq_id, *extra_draws.get(seq_id, ())) if extra_draws else (seq_id,):

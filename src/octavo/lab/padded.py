@@ -34,7 +34,7 @@ class PaddedBatch:
             self._num_prompt[new.seq_id] = len(new.token_ids)
         for fork in plan.forks:
             self._num_prompt[fork.child_id] = self._num_prompt[fork.parent_id]
-        for seq_id, start, num_tokens, _, _, sample in plan.seqs:
+        for seq_id, start, num_tokens, _, _, sample, _, _ in plan.seqs:
             if sample:
                 num_output = start + num_tokens - self._num_prompt[seq_id] + 1
                 for drawing in (seq_id, *plan.extra_draws.get(seq_id, ())):

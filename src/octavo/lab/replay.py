@@ -79,7 +79,12 @@ def build(limits: EngineLimits, disk: ColdStore | None = None) -> tuple[KVCacheM
     kv = KVCacheManager(
         limits.num_blocks,
         limits.block_size,
-        make_policy(limits.kv_policy, max_seq_tokens=limits.max_model_len),
+        make_policy(
+            limits.kv_policy,
+            max_seq_tokens=limits.max_model_len,
+            windows=limits.windows,
+            max_chunk_tokens=limits.max_num_batched_tokens,
+        ),
         limits.bytes_per_block,
         enable_prefix_caching=limits.enable_prefix_caching,
         num_host_blocks=limits.num_host_blocks,

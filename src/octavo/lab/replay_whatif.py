@@ -75,6 +75,12 @@ def changed_limits(limits: EngineLimits, changes: dict[str, object]) -> EngineLi
             num = getattr(limits, name) * limits.block_size // size
             asked.setdefault(name, max(num, 1) if name == "num_blocks" else num)
         asked["bytes_per_block"] = limits.bytes_per_block // limits.block_size * size
+    if not_paged and limits.windows != (0,):
+        raise ConfigError(
+            f"--kv-policy {policy} keeps all layers in one block, and the recorded engine had "
+            f"{len(limits.windows)} groups of layers, some of which gave blocks back: record one "
+            "with --disable-hybrid-kv-cache-manager to compare policies"
+        )
     if not_paged:
         asked["num_host_blocks"] = 0
         if limits.preemption_mode == "swap":

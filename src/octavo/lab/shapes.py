@@ -154,7 +154,19 @@ def find_shape(name_or_path: str | Path) -> ModelShape:
 
 
 def shape_of(arch: ModelArch, name: str, source: str = "", element_bytes: int = 2) -> ModelShape:
-    """The shape of a model that octavo runs."""
+    """The shape of a model that octavo runs.
+
+    Raises `UnsupportedModelError` for those whose tokens are not all multiplied with the same
+    weights, or whose cache is not keys and values: their costs are not modelled.
+    """
+    for part, what in ((arch.moe, "mixtures of experts"), (arch.mla, "latent attention (MLA)")):
+        if part is not None:
+            raise UnsupportedModelError(
+                f"{source or name}: the costs of {what} are not modelled, though octavo runs such "
+                "models; `octavo models inspect` tells their memory"
+            )
+    biases = arch.norm_bias and arch.qkv_bias and arch.o_bias and arch.mlp_bias
+    learned = arch.positions == "learned"
     return ModelShape(
         name=name,
         num_layers=arch.num_layers,
@@ -166,8 +178,13 @@ def shape_of(arch: ModelArch, name: str, source: str = "", element_bytes: int = 
         vocab_size=arch.vocab_size,
         max_position_embeddings=arch.max_position_embeddings,
         tied=arch.tie_word_embeddings,
+        gated=arch.gated_mlp,
+        num_learned_positions=(
+            arch.max_position_embeddings + arch.position_offset if learned else 0
+        ),
+        biased=biases,
         qkv_biased=arch.qkv_bias,
-        qk_norm=arch.qk_norm,
+        qk_norm=arch.qk_norm != "none",
         element_bytes=element_bytes,
         source=source,
     )

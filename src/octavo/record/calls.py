@@ -48,6 +48,8 @@ class EngineLimits:
     block_s: float
     plan_ahead: bool = False
     """Whether sequences were planned while their last token was being sampled."""
+    windows: tuple[int, ...] = (0,)
+    """By group of layers the window behind which blocks were given back; 0: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,6 +60,8 @@ def encode_header(header: RecordHeader) -> str:
     """The first line, without its end."""
     values: Json = {"octavo_record": header.version, **_changed(header, "version", "disk")}
     values["limits"] = dataclasses.asdict(header.limits)
+    if header.limits.windows == (0,):  # as readers know it that know no groups
+        del values["limits"]["windows"]
     if header.disk:
         values["disk"] = [(disk_id, _from_label(label)) for disk_id, label in header.disk]
     return _dumps(values)
@@ -69,9 +71,13 @@ def decode_header(line: str) -> RecordHeader:
     """Raises `ValueError`, `KeyError` or `TypeError` for what is no header."""
     values = json.loads(line)
     disk = tuple((disk_id, _to_label(label)) for disk_id, label in values.pop("disk", ()))
-    limits = EngineLimits(**values.pop("limits"))
+    of_limits = values.pop("limits")
+    of_limits["windows"] = tuple(of_limits.get("windows", (0,)))
+    limits = EngineLimits(**of_limits)
     header = RecordHeader(version=values.pop("octavo_record"), limits=limits, disk=disk, **values)
-    _check_types(limits)
+    _check_types(limits, "windows")
+    if not limits.windows or not all(type(w) is int and w >= 0 for w in limits.windows):
+        raise ValueError(f"windows is {limits.windows}")
     _check_types(header, "limits", "disk")
     for name in ("num_blocks", "block_size", "bytes_per_block", "max_model_len"):
         if getattr(limits, name) < 1:
@@ -119,12 +125,16 @@ def plan_from_json(values: Json) -> StepPlan:
 
 
 def _from_shares(seqs: list[SeqPlan]) -> Json:
-    seq_ids, starts, nums, blocks, replaced, samples = zip(*seqs, strict=True)
+    seq_ids, starts, nums, blocks, replaced, samples, of_groups, others = zip(*seqs, strict=True)
     values: Json = {"ids": seq_ids, "starts": starts, "nums": _one(nums), "sample": _one(samples)}
     if any(blocks):
         values["blocks"] = [(i, new) for i, new in enumerate(blocks) if new]
     if any(replaced):
         values["replaced"] = [(i, entry) for i, entry in enumerate(replaced) if entry]
+    if any(of_groups):
+        values["group_blocks"] = [(i, new) for i, new in enumerate(of_groups) if new]
+    if any(others):
+        values["group_replaced"] = [(i, entries) for i, entries in enumerate(others) if entries]
     return values
 
 
@@ -136,9 +146,15 @@ def _to_shares(values: Json) -> list[SeqPlan]:
     replaced: list[tuple[int, int] | None] = [None] * num
     for i, (index, block_id) in values.get("replaced", ()):
         replaced[i] = (index, block_id)
+    of_groups: list[tuple[tuple[int, ...], ...]] = [()] * num
+    for i, new in values.get("group_blocks", ()):
+        of_groups[i] = tuple(map(tuple, new))
+    others: list[tuple[tuple[int, int, int], ...]] = [()] * num
+    for i, entries in values.get("group_replaced", ()):
+        others[i] = tuple((group, index, block_id) for group, index, block_id in entries)
     columns = (
         values["ids"], values["starts"], _each(values["nums"], num), blocks, replaced,
-        _each(values["sample"], num),
+        _each(values["sample"], num), of_groups, others,
     )  # fmt: skip
     return [SeqPlan(*share) for share in zip(*columns, strict=True)]
 

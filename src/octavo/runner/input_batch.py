@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.plan import NewSeq, SeqFork, SeqPlan, StepPlan
+from octavo.util import cdiv
 
 Ints = NDArray[np.int64]
 
@@ -69,10 +70,10 @@ class Batch:
     """[T] int64"""
     prompt_lens: Tensor
     """[T] int64: prompt length of each token's sequence."""
-    slot_mapping: Tensor
-    """[T] int64"""
-    block_tables: Tensor
-    """[S, max_blocks] int32"""
+    slot_mapping: tuple[Tensor, ...]
+    """By group of layers: [T] int64"""
+    block_tables: tuple[Tensor, ...]
+    """By group of layers: [S, max_blocks] int32"""
     seq_lens: Tensor
     """[S] int32"""
     query_start_loc: Tensor
@@ -85,13 +86,23 @@ class Sequences:
     """Remembers sequences and block tables; follows the plans, which are differences.
 
     block_size: tokens in a block; max_num_seqs: most sequences with blocks at one time;
-    max_blocks_per_seq: longest block table.
+    max_blocks_per_seq: longest block table; num_groups: of layers, each has its own tables, of
+    equal lengths (`octavo.kv_groups`).
     """
 
-    def __init__(self, block_size: int, max_num_seqs: int, max_blocks_per_seq: int) -> None:
-        self.block_size = block_size
+    def __init__(
+        self,
+        block_size: int,
+        max_num_seqs: int,
+        max_blocks_per_seq: int,
+        num_groups: int = 1,
+    ) -> None:
+        self.block_size, self.num_groups = block_size, num_groups
         self.seqs: dict[int, SeqState] = {}
-        self._tables = np.zeros((max_num_seqs, max_blocks_per_seq), dtype=np.int32)
+        self.max_num_seqs = max_num_seqs
+        # Of group g, row r is row `g * num_rows + r`; each group's begin at an aligned address.
+        self._num_rows = cdiv(max_num_seqs, 4) * 4 if num_groups > 1 else max_num_seqs
+        self._tables = np.zeros((num_groups * self._num_rows, max_blocks_per_seq), dtype=np.int32)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def apply(self, plan: StepPlan) -> None:
@@ -110,7 +121,7 @@ class Sequences:
         if plan.moved:
             self._rename_blocks(plan.moved)
         for seq in plan.seqs:
-            if seq.new_block_ids or seq.replaced:
+            if seq.new_block_ids or seq.replaced or seq.group_replaced:
                 self._update_table(seq)
 
     def _add(self, new: NewSeq) -> None:
@@ -125,8 +136,8 @@ class Sequences:
         """All at once: a block's new id may be another one's old id."""
         old, new = np.array(moved, dtype=np.int32).T
         # Cells behind the ends of the tables are renamed as well, and stay without meaning.
-        names = np.arange(max(int(self._tables.max()), int(old.max())) + 1, dtype=np.int32)
-        names[old] = new
+        names = np.arange(max(int(self._tables.max()), int(old.max())) + 2, dtype=np.int32)
+        names[old], names[-1] = new, -1  # -1, no block, stays that
         self._tables = names[self._tables]
 
     def _drop_table(self, state: SeqState | None) -> None:
@@ -146,8 +157,15 @@ class Sequences:
             index, block_id = seq.replaced
             assert index < state.num_blocks, f"block {index} of {state.num_blocks} is replaced"
             self._set_blocks(state.row, index, (block_id,))
+        for group, index, block_id in seq.group_replaced:
+            assert index < state.num_blocks, f"block {index} of {state.num_blocks} is replaced"
+            self._set_blocks(group * self._num_rows + state.row, index, (block_id,))
         if seq.new_block_ids:
             self._set_blocks(state.row, state.num_blocks, seq.new_block_ids)
+            assert len(seq.group_block_ids) == self.num_groups - 1, f"groups of {seq}"
+            for group, block_ids in enumerate(seq.group_block_ids, 1):
+                assert len(block_ids) == len(seq.new_block_ids), f"tables of {seq} differ"
+                self._set_blocks(group * self._num_rows + state.row, state.num_blocks, block_ids)
             state.num_blocks += len(seq.new_block_ids)
 
     def _row_taken(self, row: int) -> None:
@@ -157,10 +175,12 @@ class Sequences:
         """Write into a row of the tables."""
         self._tables[row, first : first + len(block_ids)] = block_ids
 
-    def block_table(self, seq_id: int) -> list[int]:
-        """Physical blocks of a sequence, as the runner sees them."""
+    def block_table(self, seq_id: int, group: int = 0) -> list[int]:
+        """Physical blocks of a sequence, as the runner sees them: those that are behind a window
+        and were given back meanwhile, too."""
         state = self.seqs[seq_id]
-        table: list[int] = self._tables[state.row, : state.num_blocks].tolist()
+        row = group * self._num_rows + state.row
+        table: list[int] = self._tables[row, : state.num_blocks].tolist()
         return table
 
 
@@ -174,15 +194,23 @@ class InputBatch(Sequences):
     """
 
     def __init__(
-        self, block_size: int, max_num_seqs: int, max_num_tokens: int, max_blocks_per_seq: int
+        self,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        max_blocks_per_seq: int,
+        num_groups: int = 1,
     ) -> None:
-        super().__init__(block_size, max_num_seqs, max_blocks_per_seq)
+        super().__init__(block_size, max_num_seqs, max_blocks_per_seq, num_groups)
+        tables = (max_num_seqs, max_blocks_per_seq)
         self._buffers = Batch(
             token_ids=torch.zeros(max_num_tokens, dtype=torch.int64),
             positions=torch.zeros(max_num_tokens, dtype=torch.int64),
             prompt_lens=torch.zeros(max_num_tokens, dtype=torch.int64),
-            slot_mapping=torch.zeros(max_num_tokens, dtype=torch.int64),
-            block_tables=torch.zeros((max_num_seqs, max_blocks_per_seq), dtype=torch.int32),
+            slot_mapping=tuple(
+                torch.zeros(max_num_tokens, dtype=torch.int64) for _ in range(num_groups)
+            ),
+            block_tables=tuple(torch.zeros(tables, dtype=torch.int32) for _ in range(num_groups)),
             seq_lens=torch.zeros(max_num_seqs, dtype=torch.int32),
             query_start_loc=torch.zeros(max_num_seqs + 1, dtype=torch.int32),
             last_rows=torch.zeros(max_num_seqs, dtype=torch.int64),
@@ -204,8 +232,8 @@ class InputBatch(Sequences):
         positions = np.arange(len(token_ids), dtype=np.int64) + shift
         seq_lens = starts + counts
         assert (rows >= 0).all(), "a sequence without blocks is in the plan"
-        block_ids = self._tables[np.repeat(rows, counts), positions // self.block_size]
-        slots = block_ids.astype(np.int64) * self.block_size + positions % self.block_size
+        token_rows, columns = np.repeat(rows, counts), positions // self.block_size
+        offsets, width = positions % self.block_size, max(s.num_blocks for s in states)
         prompt_lens = np.fromiter((s.num_prompt_tokens for s in states), np.int64, len(seqs))
         sampled = np.fromiter((seq.sample for seq in seqs), np.bool_, len(seqs))
         into = self._buffers
@@ -213,17 +241,28 @@ class InputBatch(Sequences):
             token_ids=_put(into.token_ids, token_ids),
             positions=_put(into.positions, positions),
             prompt_lens=_put(into.prompt_lens, np.repeat(prompt_lens, counts)),
-            slot_mapping=_put(into.slot_mapping, slots),
-            block_tables=self._put_tables(rows, max(s.num_blocks for s in states)),
+            slot_mapping=tuple(
+                _put(buffer, self._blocks(group, token_rows, columns) * self.block_size + offsets)
+                for group, buffer in enumerate(into.slot_mapping)
+            ),
+            block_tables=tuple(
+                self._put_tables(group, rows, width) for group in range(self.num_groups)
+            ),
             seq_lens=_put(into.seq_lens, seq_lens),
             query_start_loc=_put(into.query_start_loc, query_start_loc),
             last_rows=_put(into.last_rows, query_start_loc[1:][sampled] - 1),
         )
 
-    def _put_tables(self, rows: Ints, width: int) -> Tensor:
+    def _blocks(self, group: int, rows: Ints, columns: Ints) -> Ints:
+        """[num_tokens] the block that each token goes into."""
+        block_ids = self._tables[group * self._num_rows + rows, columns].astype(np.int64)
+        assert block_ids.min() >= 0, "a token goes where no block is"
+        return block_ids
+
+    def _put_tables(self, group: int, rows: Ints, width: int) -> Tensor:
         """The block tables of `rows`: columns from `width` on are left as they are, unread."""
-        tables = self._buffers.block_tables[: len(rows)]
-        tables.numpy()[:, :width] = self._tables[rows, :width]
+        tables = self._buffers.block_tables[group][: len(rows)]
+        tables.numpy()[:, :width] = self._tables[group * self._num_rows + rows, :width]
         return tables
 
 

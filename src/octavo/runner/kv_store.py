@@ -33,6 +33,8 @@ needs a microsecond a block and one thread. Measured on a CPU for blocks of 23 K
 two to five times as fast as one index operation over many blocks."""
 _PROBE_BYTES = 8 << 20
 _GPU_PROBE_BYTES = 64 << 20
+_CODES = (torch.float8_e4m3fn, torch.int8)
+"""Types of a pool whose blocks have scales behind them."""
 MAX_SLOTS = 2**31 - 1
 """Tokens that a pool has room for at most: slots travel to GPUs as 32-bit numbers."""
 
@@ -69,10 +71,11 @@ class HostTraffic(NamedTuple):
 class KVStore:
     """K and V of every block.
 
-    Layout `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`: all that belongs to a
-    block, over all layers, is one contiguous piece, so that copying it, swapping it out or sending
+    Layout `[num_blocks, num_layers, planes, num_kv_heads, block_size, head_dim]`, planes being K
+    and V, or one latent: all that belongs to a block, over all layers of a group, is one contiguous
+    piece, so that copying it, swapping it out or sending
     it elsewhere is one copy; inside, the tokens of one head lie side by side (HND), which is the
-    order in which an attention kernel streams them. Under fp8 (`torch.float8_e4m3fn`) these are
+    order in which an attention kernel streams them. Under fp8 and int8 these are
     codes, and the block's scales lie behind them, in the same piece: `[num_layers, 2, num_kv_heads,
     block_size]` float16, filled up to whole 16 bytes.
 
@@ -98,14 +101,15 @@ class KVStore:
         max_blocks: int | None = None,
         num_host_blocks: int = 0,
         disk: BlockFiles | None = None,
+        planes: int = 2,
     ) -> None:
-        self._shape = (num_layers, 2, num_kv_heads, block_size, head_dim)
+        self._shape = (num_layers, planes, num_kv_heads, block_size, head_dim)
         self._dtype, self._device = kv_dtype, device
         self._codes_bytes = math.prod(self._shape) * kv_dtype.itemsize
         self._scales_bytes = 0
         self.block_bytes = self._codes_bytes
         """Of one block, over all layers, scales included."""
-        if kv_dtype == torch.float8_e4m3fn:
+        if kv_dtype in _CODES:
             self._scales_bytes = math.prod(self._shape[:-1]) * torch.float16.itemsize
             self.block_bytes = cdiv(self._codes_bytes + self._scales_bytes, ALIGNMENT) * ALIGNMENT
         self._most = MAX_SLOTS // block_size
@@ -140,7 +144,7 @@ class KVStore:
         """[max_blocks, ...a block]: the pool, and the addresses into which it can grow. Blocks are
         `block_bytes` apart."""
         self.scales = self._scales(rows)
-        """[max_blocks, num_layers, 2, num_kv_heads, block_size] float16 under fp8, else None."""
+        """[max_blocks, num_layers, 2, num_kv_heads, block_size] float16 of codes, else None."""
 
     def _codes(self, rows: Tensor) -> Tensor:
         return rows[:, : self._codes_bytes].view(self._dtype).unflatten(1, self._shape)

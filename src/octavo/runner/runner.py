@@ -26,7 +26,7 @@ class Runner(RunnerBase):
 
     model: weights loaded; kv_store: the pool; workspace: buffers for the largest step;
     max_num_seqs: most sequences with blocks at one time; max_num_tokens: most tokens in a step;
-    max_blocks_per_seq: longest block table.
+    max_blocks_per_seq: longest block table; num_groups: of layers, with tables of their own.
     """
 
     def __init__(
@@ -38,10 +38,13 @@ class Runner(RunnerBase):
         max_num_seqs: int,
         max_num_tokens: int,
         max_blocks_per_seq: int,
+        num_groups: int = 1,
         replay: bool = True,
     ) -> None:
         block_size = kv_store.data.shape[4]
-        self.inputs = InputBatch(block_size, max_num_seqs, max_num_tokens, max_blocks_per_seq)
+        self.inputs = InputBatch(
+            block_size, max_num_seqs, max_num_tokens, max_blocks_per_seq, num_groups
+        )
         super().__init__(model, kv_store, workspace, self.inputs)
         self._replay = DecodeReplay() if replay and model.replayable else None
 
@@ -76,8 +79,7 @@ class Runner(RunnerBase):
     def _compute(self, plan: StepPlan) -> tuple[Drawn, dict[int, list[TokenLogprobs]]]:
         batch = self.inputs.build(plan.seqs)
         if self._replay is not None and _only_decodes(plan):
-            logits = self._replay.logits(len(plan.seqs), lambda: self._decode(batch))
-            return self._draw(plan, logits), {}
+            return self._draw(plan, self._replayed(self._replay, batch)), {}
         hidden = self._hidden(batch)
         prompt = self._prompt_logprobs(plan.seqs, hidden) if self._num_prompt_logprobs else {}
         if not len(batch.last_rows):
@@ -100,21 +102,33 @@ class Runner(RunnerBase):
     def _hidden(self, batch: Batch) -> Tensor:
         return self.model.forward(batch.token_ids, self._context(batch))
 
-    def _decode(self, batch: Batch) -> Tensor:
-        return self.model.logits(self._hidden(batch), self.workspace)
+    def _replayed(self, replay: DecodeReplay, batch: Batch) -> Tensor:
+        """Logits of a step of decodes. What of it cannot be recorded is done each time."""
+        model, work, num_seqs = self.model, self.workspace, len(batch.token_ids)
+        if model.embeds_replayably:
+            logits = replay.logits(num_seqs, lambda: model.raw_logits(self._hidden(batch), work))
+        else:
+            x = model.embedded(batch.token_ids, batch.positions, work)
+            logits = replay.logits(
+                num_seqs, lambda: model.raw_logits(model.layered(x, self._context(batch)), work)
+            )
+        return model.scaled_logits(logits)
 
     def _context(self, batch: Batch) -> ForwardContext:
         cos_sin, rope_rows = self.model.rotary.rows(batch.positions, batch.prompt_lens)
-        return ForwardContext(
+        first = ForwardContext(
             kv_cache=self.kv_store.data,
-            block_tables=batch.block_tables,
+            block_tables=batch.block_tables[0],
             seq_lens=batch.seq_lens,
             query_start_loc=batch.query_start_loc,
-            slot_mapping=batch.slot_mapping,
+            slot_mapping=batch.slot_mapping[0],
             rope_rows=rope_rows,
             cos_sin=cos_sin,
             workspace=self.workspace,
+            local_cos_sin=self.model.local_cos_sin,
+            kv_scales=self.kv_store.scales,
         )
+        return first.with_groups(batch.block_tables[1:], batch.slot_mapping[1:])
 
 
 def _only_decodes(plan: StepPlan) -> bool:

@@ -13,7 +13,6 @@ from octavo.sched.events import no_room
 from octavo.sched.promises import num_pinned_for
 from octavo.sched.roster import demand_of, expected_total
 from octavo.sched.sequence import Sequence
-from octavo.util import cdiv
 
 _POOL_FLAGS = "--kv-cache-memory-bytes (or --num-gpu-blocks-override)"
 
@@ -53,7 +52,7 @@ class Admission:
                 "the prompt has no tokens: give at least one", parameter="prompt"
             )
         num_found = num_pinned_for(self._kv, request)
-        pool_tokens = self._kv.max_tokens_of_one_sequence + num_found * self._kv.block_size
+        pool_tokens = self._kv.max_tokens_beside_pins(num_found)
         limits = (
             (self._max_model_len, f"max_model_len {self._max_model_len:,}", "--max-model-len"),
             (pool_tokens, self._pool_phrase(pool_tokens, num_found), _POOL_FLAGS),
@@ -147,15 +146,12 @@ class Admission:
         `num_tokens`, with the prompt, are known to fit for one sequence. `num_found` blocks of
         the prompt are pinned.
         """
-        block_size = self._kv.block_size
-        num_shared = num_prompt // block_size
-        num_own = cdiv(num_tokens, block_size) - num_shared
+        num_shared, num_own = self._kv.num_needed_by_forks(num_prompt, num_tokens)
         num_blocks = num_shared + width * num_own
-        limit = self._kv.max_tokens_of_one_sequence // block_size + num_found
+        limit = self._kv.num_blocks - self._kv.num_pinned_blocks + num_found
         if num_blocks <= limit:
             return
-        most_own = (limit - num_shared) // width
-        max_tokens = (num_shared + most_own) * block_size - num_prompt
+        max_tokens = self._most_beam_tokens(num_prompt, num_tokens, width, limit)
         fewer = f"max_tokens to at most {max_tokens:,}, or beam_width"
         raise RequestCapacityError(
             f"{num_shared:,} full blocks of the prompt + {width} beams x {num_own:,} further "
@@ -164,6 +160,15 @@ class Admission:
             f"{fewer if max_tokens > 0 else 'beam_width'}, or raise {_POOL_FLAGS}",
             parameter="max_tokens" if max_tokens > 0 else "beam_width",
         )
+
+    def _most_beam_tokens(self, num_prompt: int, num_tokens: int, width: int, limit: int) -> int:
+        """Most output tokens with which so many beams fit into `limit` blocks; 0 or less: none."""
+
+        def is_too_long(num_output: int) -> bool:
+            shared, own = self._kv.num_needed_by_forks(num_prompt, num_prompt + num_output)
+            return shared + width * own > limit
+
+        return bisect_left(range(num_tokens - num_prompt), True, key=is_too_long) - 1
 
     def _pool_phrase(self, pool_tokens: int, num_found: int) -> str:
         policy = self._kv.policy
@@ -194,7 +199,7 @@ class Admission:
         if why is not None:
             return why
         num_tokens = len(seq.token_ids)
-        num_blocks = cdiv(num_tokens, self._kv.block_size)
+        num_blocks = self._kv.num_needed(num_tokens)
         return no_room(num_tokens, num_blocks, self._kv.num_free_blocks, self._num_kept(num_seats))
 
     def _num_kept(self, num_seats: int) -> int:

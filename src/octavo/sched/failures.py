@@ -20,8 +20,8 @@ def hit_by(plan: StepPlan, kv: KVCacheManager, running: Iterable[Sequence]) -> l
     if not all(kv.has(seq_id) for seq_id in seq_ids):  # who knows which blocks they had?
         return [*seq_ids, *(seq.seq_id for seq in running)]
     for share in plan.seqs:
-        written.update(kv.block_table(share.seq_id)[share.start // kv.block_size :])
+        written |= kv.written_blocks(share.seq_id, share.start)
     for seq in running:
-        if not written.isdisjoint(kv.block_table(seq.seq_id)):
+        if not written.isdisjoint(kv.written_blocks(seq.seq_id, 0)):
             seq_ids.append(seq.seq_id)
     return seq_ids

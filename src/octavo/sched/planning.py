@@ -108,7 +108,7 @@ class Planner:
             # The same, written out for most of those who run in most steps. The runner knows it:
             # what it has in the pool is told with its first blocks, and here none are new.
             assert seq.known_to_runner, f"sequence {seq.seq_id} has blocks that nobody told of"
-            share = (seq.seq_id, start, 1, (), None, True)
+            share = (seq.seq_id, start, 1, (), None, True, (), ())
             plan.seqs.append(tuple.__new__(SeqPlan, share))
             seq.num_pending = num_pending + 1
             seq.num_computed_tokens = end
@@ -318,13 +318,16 @@ class Planner:
 
     def _put_in_plan(self, plan: StepPlan, seq: Sequence, end: int, growth: Growth) -> None:
         """Write down a sequence's share, up to position `end`; from here on it is computed."""
-        new_block_ids, replaced = growth
+        new_block_ids, replaced, of_groups, group_replaced = growth
         seq_id = seq.seq_id
         start = seq.num_computed_tokens
         sample = end >= len(seq.token_ids)
         if not seq.known_to_runner:
             self._introduce(plan, seq)
-        share = (seq_id, start, end - start, new_block_ids, replaced, sample)
+        num_tokens = end - start
+        share = (
+            seq_id, start, num_tokens, new_block_ids, replaced, sample, of_groups, group_replaced
+        )  # fmt: skip
         plan.seqs.append(tuple.__new__(SeqPlan, share))  # SeqPlan(*share), at half the time
         group = seq.group
         if sample:
@@ -334,7 +337,7 @@ class Planner:
         if new_block_ids:
             seq.has_table_there = True
         seq.num_computed_tokens = end
-        group.stats.num_computed_tokens += end - start
+        group.stats.num_computed_tokens += num_tokens
         if end <= len(seq.token_ids):  # else `Scheduler.update` does, when it knows the token
             self._kv.commit(seq_id, end)
 

@@ -80,6 +80,7 @@ class Pressure:
         kv = self._kv
         requester = (seq,) if seq.search is None else seq.search.running
         num_needed = cdiv(num_tokens, kv.block_size) - len(kv.block_table(seq.seq_id))
+        num_needed *= len(kv.windows)
         growth = None
         while growth is None:
             # If new blocks are not what is lacking, it is the one for a copy.
@@ -109,7 +110,7 @@ class Pressure:
     def preempt_last(self, requester: Sequence) -> None:
         """The last come of those who run gives its blocks back, so that the head of the line can
         come in."""
-        num_blocks = cdiv(len(requester.token_ids), self._kv.block_size)
+        num_blocks = self._kv.num_needed(len(requester.token_ids))
         need = f"needs up to {num_blocks:,} blocks, {self._num_free}"
         self._preempt(self._take_last(), requester, need)
 

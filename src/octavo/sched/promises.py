@@ -8,7 +8,6 @@ from octavo.errors import CapacityError
 from octavo.kv.manager import KVCacheManager
 from octavo.request import Request
 from octavo.sched.sequence import Sequence, SequenceGroup, SequenceStatus
-from octavo.util import cdiv
 
 
 def check_resize(kv: KVCacheManager, num_blocks: int, groups: Iterable[SequenceGroup]) -> None:
@@ -45,11 +44,11 @@ def _check(
 
 def _num_promised(kv: KVCacheManager, group: SequenceGroup) -> int:
     """Blocks that must not be pinned for the request to go on when it is alone, at most."""
-    request, size = group.request, kv.block_size
+    request = group.request
     in_prompt = num_pinned_for(kv, request)
     if group.search is not None:
-        num_shared = len(request.prompt_token_ids) // size
-        num_own = cdiv(group.max_total_tokens, size) - num_shared
+        num_prompt = len(request.prompt_token_ids)
+        num_shared, num_own = kv.num_needed_by_forks(num_prompt, group.max_total_tokens)
         pinned = min(_num_pinned_of(kv, beam, in_prompt) for beam in group.search.beams)
         return num_shared + group.search.width * num_own - min(pinned, num_shared)
     most = 0
@@ -59,7 +58,7 @@ def _num_promised(kv: KVCacheManager, group: SequenceGroup) -> int:
         num_tokens = group.max_total_tokens
         if request.max_tokens is None:
             num_tokens = max(len(seq.token_ids), len(request.prompt_token_ids)) + 1
-        most = max(most, cdiv(num_tokens, size) - _num_pinned_of(kv, seq, in_prompt))
+        most = max(most, kv.num_needed(num_tokens) - _num_pinned_of(kv, seq, in_prompt))
     return most
 
 

@@ -23,7 +23,6 @@ from octavo.sched.sequence import (
     SequenceStatus,
     SeqUpdate,
 )
-from octavo.util import cdiv
 
 
 class Roster:
@@ -80,7 +79,7 @@ class Roster:
             return None
         account = self.clients.of(group)
         num_held = sum(self._kv.num_blocks_of(g.request.request_id) for g in account.live)
-        num_needed = cdiv(len(group.request.prompt_token_ids), self._kv.block_size)
+        num_needed = self._kv.num_needed(len(group.request.prompt_token_ids))
         num_blocks = self._kv.num_blocks
         if not num_held or num_held + num_needed <= share * num_blocks:
             return None

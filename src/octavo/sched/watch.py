@@ -100,7 +100,8 @@ class PoolWatch:
             if block_id not in table.block_ids:
                 continue
             index = table.block_ids.index(block_id)
-            owners.append({"id": table.account.request_id, "seq": table.seq_id, "index": index})
+            owner = {"id": table.account.request_id, "seq": table.seq_id, "index": index}
+            owners.append(owner | ({"group": table.group} if len(self._kv.windows) > 1 else {}))
             start = index * pool.block_size
             end = min(start + pool.block_size, table.num_committed)
             own = tuple(table.token_ids[start:end])
@@ -125,6 +126,7 @@ class PoolWatch:
             "bytes_per_block": kv.bytes_per_block,
             "host_blocks": kv.host_ledger().num_blocks,
             "disk_blocks": kv.disk_ledger().num_blocks,
+            "windows": list(kv.windows),
         }
 
     def _blocks(self, picture: Picture, ids: list[int] | None) -> dict[str, list[int]]:

@@ -22,10 +22,9 @@ _START = attrgetter("start")
 class _Seen:
     """A table as it was at the last look."""
 
-    __slots__ = ("num_committed", "num_entries", "table")
+    __slots__ = ("num_committed", "num_entries")
 
-    def __init__(self, table: BlockTable) -> None:
-        self.table = table
+    def __init__(self) -> None:
         self.num_entries = self.num_committed = 0
 
 
@@ -55,7 +54,7 @@ class Picture:
         self._first: list[BlockTable | None] = [None] * num_blocks
         self._index = [0] * num_blocks
         """Of the first table that has it, and where in it."""
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[BlockTable, _Seen] = {}
         self._external: list[range] = []
         self._promised: dict[tuple[int, range], str] = {}
         self._journal.was_resized = False
@@ -69,12 +68,12 @@ class Picture:
         state, owners, refs, fill = self.state, self.owner, self.refs, self.fill
         first, at, has_pins = self._first, self._index, bool(self._pool.pins)
         for table in tables:
-            seen = self._seen[table.seq_id] = _Seen(table)
+            seen = self._seen[table] = _Seen()
             block_ids = table.block_ids
             seen.num_entries, seen.num_committed = len(block_ids), table.num_committed
             num_full = table.num_committed // size
             owner = number(table.account.request_id)
-            for index, block_id in enumerate(block_ids):
+            for index, block_id in enumerate(table.held, table.num_dropped):
                 if first[block_id] is not None:  # others have it too
                     continue
                 first[block_id], at[block_id] = table, index
@@ -86,7 +85,7 @@ class Picture:
                 elif num > 1 or index == num_full:
                     changed.add(block_id)
             if has_pins:
-                changed.update(block_ids)
+                changed.update(table.held)
 
     def close(self) -> None:
         """Nobody looks any more: changes are not written down."""
@@ -119,13 +118,13 @@ class Picture:
         holders: dict[int, tuple[BlockTable, int, int]] = {}
         size = self._pool.block_size
         for table in tables:
-            was = seen.get(table.seq_id)
-            if was is None or was.table is not table:
-                was = _Seen(table)
+            was = seen.get(table)
+            if was is None:
+                was = _Seen()
                 first = 0
             else:
                 first = was.num_entries
-            present[table.seq_id] = was
+            present[table] = was
             num_entries, committed = len(table.block_ids), table.num_committed
             if first == num_entries and was.num_committed == committed:
                 continue
@@ -143,6 +142,8 @@ class Picture:
             for span in spans:
                 for index in span:
                     block_id = block_ids[index]
+                    if block_id < 0:  # behind the window
+                        continue
                     held = holders.get(block_id)
                     if held is None:
                         holders[block_id] = table, index, 1

@@ -6,9 +6,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import pytest
+
+from octavo.arch import ModelArch
 from octavo.engine.core import EngineCore
 from octavo.kv import KVCacheManager
 from octavo.kv.policies import make_policy
+from octavo.kv_groups import kv_groups
 from octavo.plan import StepPlan, StepResult
 from octavo.request import BeamSearchParams, Request, SamplerParams
 from octavo.runner.base import RunnerBase
@@ -65,10 +69,17 @@ class Seen:
         return waited
 
 
-def answers(runner: RunnerBase, overlap: bool, aborted: tuple[str, ...] = ()) -> Answers:
+def answers(
+    runner: RunnerBase,
+    overlap: bool,
+    aborted: tuple[str, ...] = (),
+    num_blocks: int = NUM_BLOCKS,
+    windows: tuple[int, ...] = (0,),
+) -> Answers:
     """Tokens of each request's sequences; a small pool, so that some are preempted."""
     seen = Seen(runner)
-    kv = KVCacheManager(NUM_BLOCKS, 4, make_policy("paged", max_seq_tokens=64))
+    policy = make_policy("paged", max_seq_tokens=64, windows=windows, max_chunk_tokens=32)
+    kv = KVCacheManager(num_blocks, 4, policy, enable_prefix_caching=len(windows) > 1)
     scheduler = Scheduler(
         kv, max_num_seqs=8, max_num_batched_tokens=32, max_model_len=64, plan_ahead=overlap
     )
@@ -87,7 +98,8 @@ def answers(runner: RunnerBase, overlap: bool, aborted: tuple[str, ...] = ()) ->
             of.setdefault(update.sample_index, []).extend(update.token_ids)
         step += 1
         assert step < 1000
-    assert kv.num_free_blocks == NUM_BLOCKS
+    kv.check_integrity()
+    assert kv.num_free_blocks == num_blocks
     assert seen.num_preempted and seen.most_under_way == 1 + overlap
     assert (seen.num_planned_ahead > 30) == overlap
     return {
@@ -104,3 +116,20 @@ def test_the_same_tokens_with_overlap_and_aborts(
     expected = answers(make_cpu_runner(), overlap=False)
     found = answers(make_gpu_runner(graphs=True), overlap=True, aborted=aborted)
     assert found == {key: value for key, value in expected.items() if key not in aborted}
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_same_tokens_with_groups_of_layers(
+    make_gpu_runner: Callable[..., RunnerBase],
+    make_cpu_runner: Callable[..., RunnerBase],
+    graphs: bool,
+) -> None:
+    """Blocks behind the window go to others while steps are under way."""
+    windows, num_blocks = (6, 0, 6), 40
+    arch = ModelArch("LlamaForCausalLM", 1, 1, 1, 3, 1, 1, 1, 1, sliding_windows=windows)
+    groups = kv_groups(arch, 64)
+    assert groups.windows == (0, 6, 6)
+    expected = answers(make_cpu_runner(windows=windows), overlap=False)
+    runner = make_gpu_runner(graphs=graphs, windows=windows, groups=groups, num_blocks=num_blocks)
+    found = answers(runner, overlap=True, num_blocks=num_blocks, windows=groups.windows)
+    assert found == expected

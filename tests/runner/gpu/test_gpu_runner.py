@@ -211,9 +211,9 @@ def test_triton_attention_is_fed_what_it_wants(
     rooms = watched(runner)
     decode, zeroed = decode_attention.paged_decode, []
 
-    def noted(out: torch.Tensor, *rest: Any) -> None:
+    def noted(out: torch.Tensor, *rest: Any, **options: Any) -> None:
         out.fill_(7.0)
-        decode(out, *rest)
+        decode(out, *rest, **options)
         zeroed.append((out == 0.0).flatten(1).all(dim=1).tolist())
 
     monkeypatch.setattr(decode_attention, "paged_decode", noted)

@@ -30,27 +30,28 @@ def int32(values: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
+@pytest.mark.parametrize("num_groups", [1, 3])
 @pytest.mark.parametrize("num_tokens", [0, 1, 700])
-def test_prepare(device: torch.device, num_tokens: int) -> None:
+def test_prepare(device: torch.device, num_tokens: int, num_groups: int) -> None:
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 1000, num_tokens)
     rows = rng.permutation(max(num_tokens, 1))
     from_device = rng.random(num_tokens) < 0.5
     last_tokens = rng.integers(1000, 2000, max(num_tokens, 1))
-    positions, slots = rng.integers(0, 99, num_tokens), rng.integers(-1, 99, num_tokens)
-    out = tuple(
-        torch.full((num_tokens + 3,), -7, dtype=torch.int64, device=device) for _ in range(3)
-    )
+    positions = rng.integers(0, 99, num_tokens)
+    slots = rng.integers(-1, 99, (num_groups, num_tokens))
+    shapes = ((num_tokens + 3,), (num_tokens + 3,), (num_groups, num_tokens + 3))
+    out = tuple(torch.full(shape, -7, dtype=torch.int64, device=device) for shape in shapes)
     tables = torch.zeros((40, 20), dtype=torch.int32, device=device)
     where = rng.permutation(800)[:300]
     where[::5] = -1
     prepare(
         int32(np.where(from_device, -1, ids).tolist(), device),
         int32(positions.tolist(), device),
-        int32(slots.tolist(), device),
+        int32(slots.reshape(-1).tolist(), device),
         int32(rows.tolist(), device),
         int32(last_tokens.tolist(), device),
-        (out[0][:num_tokens], out[1][:num_tokens], out[2][:num_tokens]),
+        (out[0][:num_tokens], out[1][:num_tokens], out[2][:, :num_tokens]),
         int32(where.tolist(), device),
         int32(list(range(1, 301)), device),
         tables,
@@ -58,7 +59,7 @@ def test_prepare(device: torch.device, num_tokens: int) -> None:
     expected = np.where(from_device, last_tokens[rows[:num_tokens]], ids)
     assert out[0].tolist() == [*expected.tolist(), -7, -7, -7]
     assert out[1].tolist() == [*positions.tolist(), -7, -7, -7]
-    assert out[2].tolist() == [*slots.tolist(), -7, -7, -7]
+    assert out[2].tolist() == [[*of_group, -7, -7, -7] for of_group in slots.tolist()]
     cells = np.zeros(800, dtype=np.int64)
     cells[where[where >= 0]] = np.arange(1, 301)[where >= 0]
     assert tables.view(-1).tolist() == cells.tolist()
@@ -177,7 +178,7 @@ def test_a_step_lies_where_its_views_say(device: torch.device) -> None:
     inputs.prepare(placed)
     assert placed.token_ids.tolist() == [20, 10, 11, 12, 13, 14, 30, 31]
     assert placed.positions.tolist() == [0, 0, 1, 2, 3, 4, 0, 1]
-    assert placed.slot_mapping.tolist() == [8, 12, 13, 14, 15, 32, 20, 21]
+    assert placed.slot_mapping[0].tolist() == [8, 12, 13, 14, 15, 32, 20, 21]
     assert placed.query_start_loc.tolist() == [0, 1, 6, 8]
     assert placed.seq_lens.tolist() == [1, 5, 2]
     assert placed.last_rows.tolist() == [5, 0]
@@ -202,7 +203,7 @@ def test_a_recorded_step_is_filled_up_with_nothing(device: torch.device) -> None
     placed = inputs.upload(step, Room(6, mixed=False))
     inputs.prepare(placed)
     assert placed.token_ids.tolist() == [40, 41, 42, 0, 0, 0]
-    assert placed.slot_mapping.tolist() == [4, 8, 12, -1, -1, -1]
+    assert placed.slot_mapping[0].tolist() == [4, 8, 12, -1, -1, -1]
     assert placed.seq_lens.tolist() == [1, 1, 1, 0, 0, 0]
     assert placed.query_start_loc.tolist() == list(range(7))
     assert placed.sample_rows.tolist()[3:] == [-1] * 3
@@ -232,7 +233,7 @@ def test_a_recorded_step_with_prompts_is_filled_up_with_nothing(device: torch.de
     inputs.prepare(placed)
     assert placed.token_ids.tolist() == [14, 0, 1, 2, 3, 4, 20, 21] + [0] * 8
     assert placed.positions.tolist() == [4, 0, 1, 2, 3, 4, 0, 1] + [0] * 8
-    assert placed.slot_mapping.tolist() == [4, 12, 13, 14, 15, 24, 8, 9] + [-1] * 8
+    assert placed.slot_mapping[0].tolist() == [4, 12, 13, 14, 15, 24, 8, 9] + [-1] * 8
     assert placed.seq_lens.tolist() == [5, 5, 2, 0]
     assert placed.query_start_loc.tolist() == [0, 1, 6, 8, 8]
     rows = [inputs.seqs[i].row for i in (1, 0, 2)]
@@ -335,3 +336,32 @@ def test_no_step_is_larger_than_the_buffers(device: torch.device) -> None:
                         assert min(chunks, default=1) == 1 or inputs.fits(
                             scratch_step(0, chunks), room
                         )
+
+
+def test_tables_and_slots_of_each_group(device: torch.device) -> None:
+    inputs = GpuInputs(4, 3, 32, 16, Shape(4, 2, 16), device, num_groups=3)
+    seqs = [
+        SeqPlan(3, 0, 5, (7, 8), None, True, ((1, 2), (11, 12))),
+        SeqPlan(4, 4, 1, (9, 10), None, True, ((-1, 4), (-1, 5))),
+    ]
+    new = [NewSeq(3, [1, 2, 3, 4, 5], SamplerParams()), NewSeq(4, [5, 6, 7, 8, 9], SamplerParams())]
+    inputs.apply(StepPlan(0, new_seqs=new, seqs=seqs))
+    placed = inputs.upload(inputs.describe(seqs))
+    inputs.prepare(placed)
+    # The decode comes first.
+    assert placed.slot_mapping.tolist() == [
+        [40, 28, 29, 30, 31, 32], [16, 4, 5, 6, 7, 8], [20, 44, 45, 46, 47, 48]
+    ]  # fmt: skip
+    for group, (first, second) in enumerate((([7, 8], [9, 10]), ([1, 2], [-1, 4]))):
+        tables = inputs.tables_of(group)
+        rows = placed.table_rows.tolist()
+        assert tables[rows[1], :2].tolist() == inputs.block_table(3, group) == first
+        assert tables[rows[0], :2].tolist() == inputs.block_table(4, group) == second
+    changed = [SeqPlan(3, 5, 1, (), (1, 20), True, (), ((2, 1, 21),))]
+    inputs.seqs[3].append(6)
+    inputs.apply(StepPlan(1, seqs=changed, moved=[(2, 22), (20, 23)]))
+    placed = inputs.upload(inputs.describe(changed))
+    inputs.prepare(placed)
+    assert [inputs.block_table(3, g) for g in range(3)] == [[7, 20], [1, 22], [11, 21]]
+    assert inputs.block_table(4, 1) == [-1, 4], "no block stays no block when others move"
+    assert placed.slot_mapping.tolist() == [[81], [89], [85]]

@@ -32,8 +32,8 @@ class Forward:
         a step in a fraction of its time."""
         self._inputs.prepare(placed)
         context, token_ids = self._context(None, placed), placed.token_ids
-        hidden = self._model.embed(token_ids, self._workspace.hidden[: len(token_ids)])
-        for layer in {layer.window: layer for layer in self._model.layers}.values():
+        hidden = self._model.embedded(token_ids, placed.positions, self._workspace)
+        for layer in {layer.kind: layer for layer in self._model.layers}.values():
             layer.forward(hidden, context)
         return hidden
 
@@ -44,29 +44,33 @@ class Forward:
             positions, prompt_lens = step.rope_inputs()
             cos_sin, rope_rows = rotary.rows(positions, prompt_lens)
             rope_rows = rope_rows.to(placed.positions.device)
-        return ForwardContext(
+        inputs, slots = self._inputs, placed.slot_mapping
+        first = ForwardContext(
             kv_cache=self._kv_store.data,
-            block_tables=self._inputs.tables,
+            block_tables=inputs.tables_of(0),
             seq_lens=placed.seq_lens,
             query_start_loc=placed.query_start_loc,
-            slot_mapping=placed.slot_mapping,
+            slot_mapping=slots[0],
             rope_rows=rope_rows,
             cos_sin=cos_sin,
             workspace=self._workspace,
+            local_cos_sin=self._model.local_cos_sin,
             kv_scales=self._kv_store.scales,
             table_rows=placed.table_rows,
             work=placed.work,
         )
+        others = range(1, inputs.num_groups)
+        return first.with_groups([inputs.tables_of(g) for g in others], [slots[g] for g in others])
 
 
 def attention_shape(model: Decoder, num_sms: int) -> Shape:
     """How the model's attention is cut up, on a GPU of so many multiprocessors."""
-    arch, attention = model.arch, model.layers[0].attention
+    arch, attention = model.arch, model.attention
     windows = [layer.window for layer in model.layers]
     return Shape(
         arch.num_heads,
-        arch.num_kv_heads,
-        arch.head_dim,
+        arch.kv_num_heads,
+        arch.kv_head_dim,
         num_sms,
         max(windows) if all(windows) else 0,
         getattr(attention, "fresh_tokens", 0),

@@ -23,6 +23,7 @@ from octavo.runner.gpu.cutting import NO_TILES, Cutter, Shape, Words
 from octavo.runner.gpu.layout import Layout, Room, Sizes
 from octavo.runner.gpu.steps import NO_STEP, NONE, NUM_BUFFERS, DeviceStep, HostStep
 from octavo.runner.input_batch import Ints, SeqState, Sequences
+from octavo.util import cdiv
 
 _MIN_CHANGES = 16
 
@@ -44,9 +45,10 @@ class GpuInputs(Sequences):
         device: torch.device,
         *,
         with_prompt_lens: bool = False,
+        num_groups: int = 1,
     ) -> None:
-        super().__init__(block_size, max_num_seqs, max_blocks_per_seq)
-        assert max_num_seqs * max_blocks_per_seq < 2**31, "block tables beyond 32-bit places"
+        super().__init__(block_size, max_num_seqs, max_blocks_per_seq, num_groups)
+        assert self._tables.size < 2**31, "block tables beyond 32-bit places"
         self.device, self.cutter = device, Cutter(shape)
         self._with_prompt_lens = with_prompt_lens
         self._known_on_device = np.full(max_num_seqs, -1, dtype=np.int64)
@@ -56,7 +58,9 @@ class GpuInputs(Sequences):
         # Places in the flat tables that the device does not know of yet, and what is there now.
         self._tables_stale = False
         self._padded: dict[Room, _Places] = {}
-        self._max_changes = max_num_tokens // block_size + 2 * max_num_seqs + _MIN_CHANGES
+        self._max_changes = _MIN_CHANGES + num_groups * (
+            max_num_tokens // block_size + 2 * max_num_seqs
+        )
         most = self._most(max_num_seqs, max_num_tokens)
         self._staging = PinnedRing(device, NUM_BUFFERS, 4 * most.num_words)
         self._staged = [words.numpy() for words in self._staging.words(most.num_words)]
@@ -65,11 +69,14 @@ class GpuInputs(Sequences):
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self._words = words(most.num_words)
-        self.tables = words(max_num_seqs, max_blocks_per_seq)
-        """The block tables; what a row holds behind its sequence's blocks is never read."""
+        self.tables = words(num_groups * self._num_rows, max_blocks_per_seq)
+        """The block tables, of one group of layers after the other; what a row holds behind its
+        sequence's blocks is never read."""
         self.last_tokens = words(max_num_seqs)
         """The token that was last sampled, by row."""
-        self._tokens = tuple(words(max_num_tokens, dtype=torch.int64) for _ in range(3))
+        self._tokens = tuple(words(max_num_tokens, dtype=torch.int64) for _ in range(2))
+        # Of every group at an address that kernels may take for aligned.
+        self._slots_of_groups = words(num_groups, cdiv(max_num_tokens, 16) * 16, dtype=torch.int64)
 
     def _most(self, max_num_seqs: int, max_num_tokens: int) -> Layout:
         num_items = self.cutter.max_items(max_num_seqs)
@@ -77,7 +84,7 @@ class GpuInputs(Sequences):
         return Layout(
             Sizes(
                 max_num_seqs, max_num_tokens, max_num_seqs, num_items, num_tiles, num_tiles,
-                max_num_seqs, self._max_changes, mixed=True,
+                max_num_seqs, self._max_changes, mixed=True, num_groups=self.num_groups,
             )
         )  # fmt: skip
 
@@ -230,7 +237,8 @@ class GpuInputs(Sequences):
         put("sample_rows", step.sample_rows, -1)
         put("token_ids", step.token_ids, 0)
         put("positions", positions, 0)
-        put("slots", self._slots(np.repeat(step.rows, step.counts), positions), -1)
+        num_tokens = places.layout.sizes.num_tokens
+        put("slots", self._slots(np.repeat(step.rows, step.counts), positions, num_tokens), -1)
         put("where", self._changed_cells, -1)
         put("what", self._new_blocks, 0)
         self._changed_cells, self._new_blocks = [], []
@@ -252,6 +260,7 @@ class GpuInputs(Sequences):
         sizes = Sizes(
             len(step.rows), len(step.token_ids), num_decodes, self.cutter.max_items(num_decodes),
             len(tiles), len(fresh), len(step.last_rows), len(self._changed_cells),
+            num_groups=self.num_groups,
         )  # fmt: skip
         return self._places(Layout(sizes)), items, tiles, fresh
 
@@ -273,25 +282,28 @@ class GpuInputs(Sequences):
         """What a recorded step has of everything."""
         num_tokens, cutter = room.num_tokens, self.cutter
         if not room.mixed:  # most decodes need no new block
-            num_items, num_changes = cutter.max_items(num_tokens), max(_MIN_CHANGES, num_tokens)
+            num_items = cutter.max_items(num_tokens)
+            num_changes = max(_MIN_CHANGES, self.num_groups * num_tokens)
             return Sizes(
-                num_tokens, num_tokens, num_tokens, num_items, 0, 0, num_tokens, num_changes
-            )
-        num_seqs = min(len(self._tables), num_tokens)
+                num_tokens, num_tokens, num_tokens, num_items, 0, 0, num_tokens, num_changes,
+                num_groups=self.num_groups,
+            )  # fmt: skip
+        num_seqs = min(self.max_num_seqs, num_tokens)
         return Sizes(
             num_seqs, num_tokens, num_seqs, cutter.max_items(num_seqs),
             cutter.max_tiles(num_tokens, num_seqs), 0, num_seqs,
-            num_tokens // self.block_size + num_seqs + _MIN_CHANGES, mixed=True,
+            self.num_groups * (num_tokens // self.block_size + num_seqs) + _MIN_CHANGES,
+            mixed=True, num_groups=self.num_groups,
         )  # fmt: skip
 
     def _places(self, layout: Layout) -> _Places:
         part = {name: self._words[span] for name, span in layout.spans.items()}
         num_tokens = layout.sizes.num_tokens
-        token_ids, positions, slots = (tokens[:num_tokens] for tokens in self._tokens)
+        token_ids, positions = (tokens[:num_tokens] for tokens in self._tokens)
         step = DeviceStep(
             token_ids,
             positions,
-            slots,
+            self._slots_of_groups[:, :num_tokens],
             part["rows"],
             part["seq_lens"],
             part["query_start"],
@@ -311,10 +323,22 @@ class GpuInputs(Sequences):
         used = layout.num_words
         return _Places(layout, step, self._words[:used], self._staging.words(used))
 
-    def _slots(self, rows: Ints, positions: Ints) -> Ints:
+    def _slots(self, rows: Ints, positions: Ints, num_tokens: int) -> Ints:
+        """[num_groups * num_tokens] of one group after the other, each filled up with -1. (Of the
+        last one, whoever writes them does that.)"""
         blocks, offsets = np.divmod(positions, self.block_size)
-        slots: Ints = self._tables[rows, blocks].astype(np.int64) * self.block_size + offsets
-        return slots
+        if self.num_groups == 1:
+            slots: Ints = self._tables[rows, blocks].astype(np.int64) * self.block_size + offsets
+            return slots
+        of_groups = np.full((self.num_groups, num_tokens), -1, dtype=np.int64)
+        for group, of_group in enumerate(of_groups):
+            block_ids = self._tables[group * self._num_rows + rows, blocks].astype(np.int64)
+            of_group[: len(rows)] = block_ids * self.block_size + offsets
+        return of_groups.reshape(-1)
+
+    def tables_of(self, group: int) -> Tensor:
+        """[max_num_seqs, max_blocks_per_seq] int32: the block tables of a group of layers."""
+        return self.tables[group * self._num_rows : (group + 1) * self._num_rows]
 
 
 class _Places(NamedTuple):

@@ -38,6 +38,8 @@ class Sizes(NamedTuple):
     """Changes of the block tables, padding included."""
     mixed: bool = False
     """Whether it is a mixed room."""
+    num_groups: int = 1
+    """Groups of layers: each has slots of its own."""
 
 
 class Layout:
@@ -60,7 +62,7 @@ class Layout:
             "sample_rows": sizes.num_samples,
             "token_ids": sizes.num_tokens,
             "positions": sizes.num_tokens,
-            "slots": sizes.num_tokens,
+            "slots": sizes.num_groups * sizes.num_tokens,
             "where": sizes.num_changes,
             "what": sizes.num_changes,
         }

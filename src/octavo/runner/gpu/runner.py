@@ -86,10 +86,11 @@ class GpuRunner(RunnerBase):
         max_num_seqs: int,
         max_num_tokens: int,
         max_blocks_per_seq: int,
+        num_groups: int = 1,
         graphs: bool = True,
         num_sms: int | None = None,
     ) -> None:
-        device, attention = model.device, model.layers[0].attention
+        device = model.device
         assert kv_store.max_blocks * kv_store.data.shape[4] <= MAX_SLOTS, "slots beyond 32 bits"
         self.inputs = GpuInputs(
             kv_store.data.shape[4],
@@ -99,13 +100,13 @@ class GpuRunner(RunnerBase):
             attention_shape(model, num_sms or pdl.num_sms(device)),
             device,
             with_prompt_lens=model.rotary.is_dynamic,
+            num_groups=num_groups,
         )
         super().__init__(model, kv_store, workspace, self.inputs)
         self.device = device
         self.max_num_seqs, self.max_num_tokens = max_num_seqs, max_num_tokens
         self._longest = min(self.inputs.max_seq_tokens, model.rotary.max_position)
-        # Dynamic rope makes its rows anew each step, somewhere else.
-        self._can_record = graphs and attention.capturable and not model.rotary.is_dynamic
+        self._can_record = graphs and model.capturable
         self._forward = Forward(model, kv_store, self.inputs, workspace)
         self.graphs = StepGraphs(device, self._calls_of)
         max_rows = len(workspace.logits)
@@ -284,6 +285,22 @@ class GpuRunner(RunnerBase):
 
     # -- measuring and compiling
 
+    def compile_kernels(self) -> None:
+        """Compile in threads what steps will launch, but for sampling; before all else, as nothing
+        runs: what they would compute is left as it was."""
+        if self.device.type != "cuda":
+            return
+        from octavo.ops.gpu.compiling import compiling_only
+
+        sizes = graph_sizes(self.max_num_seqs) if self._can_record else ()
+        mixed = mixed_sizes(self.max_num_tokens) if self._can_record else ()
+        rooms = [Room(size, True) for size in mixed] + [Room(size, False) for size in sizes]
+        with torch.inference_mode(), device_errors(self.device, self), compiling_only():
+            for room in rooms:
+                self._calls_of(room).prepare()
+            self._first_steps(recorded=bool(rooms))
+            self._wait()
+
     def profile_run(self) -> Transient:
         """A step of the most tokens and sequences, and the most that sampling takes: its memory is
         the peak. Only while there are no sequences; leaves nothing behind but compiled kernels."""
@@ -311,17 +328,18 @@ class GpuRunner(RunnerBase):
     def warm_up(self) -> None:
         """Run steps like those that a user meets first, so that their kernels are compiled; as
         `profile_run`."""
-        steps = FIRST_STEPS[: FIRST_EAGER_STEPS if self.graphs.has_any else None]
+        self._first_steps(recorded=self.graphs.has_any)
+
+    def _first_steps(self, *, recorded: bool) -> None:
+        steps = FIRST_STEPS[: FIRST_EAGER_STEPS if recorded else None]
         steps += large_steps(self.inputs.cutter.shape.fresh_tokens, self._longest)
+        if not recorded:
+            steps += tuple((num_decodes, []) for num_decodes in (1, 2, 16))
         for num_decodes, chunks in steps:
             num_tokens = num_decodes + sum(chunks)
-            fits = num_tokens <= self.max_num_tokens and max(chunks) <= self._longest
+            fits = num_tokens <= self.max_num_tokens and max(chunks, default=0) <= self._longest
             if fits and num_decodes + len(chunks) <= self.max_num_seqs:
                 self._scratch_step(num_decodes, chunks)
-        if not self.graphs.has_any:
-            for num_decodes in (1, 2, 16):
-                if num_decodes <= self.max_num_seqs:
-                    self._scratch_step(num_decodes, [])
 
     @torch.inference_mode()
     def _scratch_step(self, num_decodes: int, chunks: list[int]) -> tuple[Tensor, list[int]]:

@@ -137,7 +137,8 @@ def longest_chunks(num_tokens: int, most: int, longest: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """The same on the device, in fixed places; shapes as in `ForwardContext`."""
+    """The same on the device, in fixed places; shapes as in `ForwardContext`, but that there are
+    slots for each group of layers: [num_groups, num_tokens]."""
 
     token_ids: Tensor
     positions: Tensor
@@ -153,4 +154,5 @@ class DeviceStep:
     changes: tuple[Tensor, Tensor]
     """int32 [num_changes]: flat places in the tables, and what goes there."""
     token_words: tuple[Tensor, Tensor, Tensor]
-    """int32 [num_tokens]: ids, positions and slots as they were uploaded."""
+    """int32 [num_tokens]: ids, positions and slots as they were uploaded; slots one group after
+    the other."""
