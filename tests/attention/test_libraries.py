@@ -53,12 +53,14 @@ def step() -> tuple[ForwardContext, Tensor]:
     return context, torch.randn(int(starts[-1]), HEADS, DIM)
 
 
-def expected(context: ForwardContext, query: Tensor, layer: int, window: int) -> Tensor:
+def expected(
+    context: ForwardContext, query: Tensor, layer: int, window: int, soft_cap: float = 0.0
+) -> Tensor:
     assert context.table_rows is not None
     tables = context.block_tables[context.table_rows.long()]
     return reference.paged_attention(
         query, context.kv_cache, layer, tables, context.seq_lens, context.query_start_loc,
-        DIM**-0.5, window,
+        DIM**-0.5, window, soft_cap=soft_cap,
     )  # fmt: skip
 
 
@@ -71,22 +73,26 @@ def dense(
     starts: Tensor,
     scale: float,
     window: int,
+    soft_cap: float = 0.0,
 ) -> Tensor:
     """What both libraries compute; keys and values [num_blocks, heads, block, dim]."""
     pool = torch.stack((keys, values), dim=1)[:, None]
-    return reference.paged_attention(query, pool, 0, tables, lens, starts, scale, window).to(
-        query.dtype
-    )
+    return reference.paged_attention(
+        query, pool, 0, tables, lens, starts, scale, window, soft_cap=soft_cap
+    ).to(query.dtype)
 
 
-@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (7, 0.0), (7, 1.5)])
 def test_fa3(
-    monkeypatch: pytest.MonkeyPatch, step: tuple[ForwardContext, Tensor], window: int
+    monkeypatch: pytest.MonkeyPatch,
+    step: tuple[ForwardContext, Tensor],
+    window: int,
+    soft_cap: float,
 ) -> None:
     def flash_attn_with_kvcache(
         q: Tensor, k_cache: Tensor, v_cache: Tensor, *, page_table: Tensor, cache_seqlens: Tensor,
         cu_seqlens_q: Tensor, max_seqlen_q: int, softmax_scale: float, causal: bool,
-        window_size: tuple[int, int],
+        window_size: tuple[int, int], softcap: float = 0.0,
     ) -> Tensor:  # fmt: skip
         assert k_cache.stride(-1) == 1 and k_cache.shape[1:] == (BLOCK, KV_HEADS, DIM)
         assert causal and max_seqlen_q >= max(COUNTS) and page_table.dtype == torch.int32
@@ -94,8 +100,9 @@ def test_fa3(
         assert right == (0 if left >= 0 else -1)
         keys, values = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
         return dense(
-            q, keys, values, page_table, cache_seqlens, cu_seqlens_q, softmax_scale, left + 1
-        )
+            q, keys, values, page_table, cache_seqlens, cu_seqlens_q, softmax_scale, left + 1,
+            softcap,
+        )  # fmt: skip
 
     module = types.ModuleType("flash_attn_interface")
     module.flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]
@@ -103,8 +110,9 @@ def test_fa3(
     monkeypatch.setattr(libraries, "_fa3_module", lambda: module.__name__)
     context, query = step
     out = torch.full_like(query, torch.nan)
-    libraries.make("fa3").attend(query, 1, DIM**-0.5, window, context, out)
-    torch.testing.assert_close(out.double(), expected(context, query, 1, window), atol=1e-5, rtol=0)
+    libraries.make("fa3").attend(query, 1, DIM**-0.5, window, context, out, soft_cap=soft_cap)
+    found = expected(context, query, 1, window, soft_cap)
+    torch.testing.assert_close(out.double(), found, atol=1e-5, rtol=0)
 
 
 class StandInWrapper:
@@ -118,7 +126,8 @@ class StandInWrapper:
     def plan(
         self, qo_indptr: Tensor, indptr: Tensor, indices: Tensor, last_page_len: Tensor,
         num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, *, causal: bool,
-        sm_scale: float, window_left: int, q_data_type: torch.dtype, kv_data_type: torch.dtype,
+        sm_scale: float, window_left: int, logits_soft_cap: float, q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
     ) -> None:  # fmt: skip
         assert (num_heads, num_kv_heads, head_dim, page_size) == (HEADS, KV_HEADS, DIM, BLOCK)
         assert causal and q_data_type == kv_data_type == torch.float32
@@ -128,12 +137,14 @@ class StandInWrapper:
             self._tables[i, :num] = indices[int(indptr[i]) : int(indptr[i + 1])]
         self._lens = (pages - 1) * page_size + last_page_len
         self._starts, self._scale, self._window = qo_indptr, sm_scale, window_left + 1
+        self._soft_cap = logits_soft_cap
         StandInWrapper.num_plans += 1
 
     def run(self, query: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
         return dense(
-            query, *cache, self._tables, self._lens, self._starts, self._scale, self._window
-        )
+            query, *cache, self._tables, self._lens, self._starts, self._scale, self._window,
+            self._soft_cap,
+        )  # fmt: skip
 
 
 def test_flashinfer_plans_a_step_once(
@@ -148,15 +159,15 @@ def test_flashinfer_plans_a_step_once(
     monkeypatch.undo()
     context, query = step
     StandInWrapper.num_plans = 0
-    for layer, window in ((0, 0), (1, 7), (2, 0)):
+    for layer, window, cap in ((0, 0, 0.0), (1, 7, 0.0), (2, 0, 0.0), (1, 7, 1.5)):
         out = torch.full_like(query, torch.nan)
-        backend.attend(query, layer, DIM**-0.5, window, context, out)
-        found = expected(context, query, layer, window)
+        backend.attend(query, layer, DIM**-0.5, window, context, out, soft_cap=cap)
+        found = expected(context, query, layer, window, cap)
         torch.testing.assert_close(out.double(), found, atol=1e-5, rtol=0)
-    assert StandInWrapper.num_plans == 2, "once for each window"
+    assert StandInWrapper.num_plans == 3, "once for each window and soft cap"
     again = replace(context)
     backend.attend(query, 0, DIM**-0.5, 0, again, out)
-    assert StandInWrapper.num_plans == 3, "another step"
+    assert StandInWrapper.num_plans == 4, "another step"
     gone = weakref.ref(again)
     del again
     assert gone() is None, "the backend holds the step, and with it the pool"
@@ -166,3 +177,6 @@ def test_what_is_missing_is_said() -> None:
     old = libraries.what_is_missing("fa3", (8, 0), head_dim=128, fp8=False)
     assert old is not None and ("not installed" in old or "Hopper" in old)
     assert "fp8" in str(libraries.what_is_missing("flashinfer", (9, 0), head_dim=128, fp8=True))
+    for name in ("fa3", "flashinfer"):
+        told = libraries.what_is_missing(name, (9, 0), head_dim=128, fp8=False, alibi=True)
+        assert "slopes" in str(told)

@@ -45,7 +45,7 @@ def context(qkv: torch.Tensor, fresh: bool) -> ForwardContext:
 def attended(qkv: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
     query, key, value = (x.view(TOKENS, HEADS, DIM) for x in qkv.split(HEADS * DIM, dim=1))
     backend, out = TritonAttention(reads_fresh=True), torch.full_like(query.contiguous(), torch.nan)
-    backend.rope_and_cache(query, key, value, 0, ctx, None)
+    backend.rope_and_cache(query, key, value, 0, ctx, None, cos_sin=ctx.cos_sin)
     backend.attend(query, 0, DIM**-0.5, 0, ctx, out)
     return out
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -41,9 +41,15 @@ class Batch:
     scale: float
     window: int = 0
     layer: int = 1
+    soft_cap: float = 0.0
+    alibi: torch.Tensor | None = None
+    kv_scales: torch.Tensor | None = None
+    value_dim: int | None = None
+    """Where the cache has one plane."""
 
     def run(self, num_threads: int = 1) -> torch.Tensor:
-        out = torch.full_like(self.query, math.nan)
+        shape = (*self.query.shape[:2], self.value_dim or self.query.shape[2])
+        out = torch.full(shape, math.nan, dtype=self.query.dtype)
         paged_attention(out, **self.args(), num_threads=num_threads)
         return out
 
@@ -57,19 +63,24 @@ class Batch:
             "query_start_loc": self.query_start_loc,
             "scale": self.scale,
             "sliding_window": self.window,
+            "soft_cap": self.soft_cap,
+            "alibi": self.alibi,
+            "kv_scales": self.kv_scales,
         }
 
     def expected(self) -> torch.Tensor:
-        return reference.paged_attention(**self.args())
+        return reference.paged_attention(**self.args(), value_dim=self.value_dim)
 
     def only(self, seq: int) -> Batch:
         """The same sequence alone, its query copied elsewhere."""
         first, end = self.query_start_loc[seq : seq + 2].tolist()
-        return Batch(
-            self.query[first:end].clone(), self.kv_cache, self.block_tables[seq : seq + 1],
-            self.seq_lens[seq : seq + 1], torch.tensor([0, end - first], dtype=torch.int32),
-            self.scale, self.window, self.layer,
-        )  # fmt: skip
+        return replace(
+            self,
+            query=self.query[first:end].clone(),
+            block_tables=self.block_tables[seq : seq + 1],
+            seq_lens=self.seq_lens[seq : seq + 1],
+            query_start_loc=torch.tensor([0, end - first], dtype=torch.int32),
+        )
 
 
 def make_batch(
@@ -82,12 +93,18 @@ def make_batch(
     window: int = 0,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    soft_cap: float = 0.0,
+    alibi: bool = False,
+    int8: bool = False,
+    value_dim: int | None = None,
 ) -> Batch:
-    """Random tensors; slots and table entries that nobody may read hold NaN and -7."""
+    """Random tensors; slots and table entries that nobody may read hold NaN (of an int8 cache
+    scales of NaN) and -7. value_dim: have one plane, a latent."""
     rng = torch.Generator().manual_seed(seed)
     counts = [-(-length // block_size) for length, _ in seqs]
     num_blocks = sum(counts) + 2
-    shape = (num_blocks, 2, 2, kv_heads, block_size, head_dim)
+    planes = 1 if value_dim else 2
+    shape = (num_blocks, 2, planes, kv_heads, block_size, head_dim)
     kv_cache = torch.full(shape, math.nan, dtype=dtype)
     order = torch.randperm(num_blocks, generator=rng, dtype=torch.int64).tolist()
     order.remove(num_blocks - 1)
@@ -99,12 +116,18 @@ def make_batch(
         positions = torch.arange(low, length)
         where = torch.tensor(blocks)[positions // block_size]
         tables[i, positions // block_size] = where.int()
-        values = torch.randn((len(positions), 2, 2, kv_heads, head_dim), generator=rng)
+        values = torch.randn((len(positions), 2, planes, kv_heads, head_dim), generator=rng)
         kv_cache[where, :, :, :, positions % block_size] = values.to(dtype)
     starts = torch.tensor([0] + [n for _, n in seqs]).cumsum(0).int()
     query = torch.randn((int(starts[-1]), kv_heads * group, head_dim), generator=rng).to(dtype)
     lengths = torch.tensor([length for length, _ in seqs], dtype=torch.int32)
-    return Batch(query, kv_cache, tables, lengths, starts, head_dim**-0.5, window)
+    batch = Batch(query, kv_cache, tables, lengths, starts, head_dim**-0.5, window)
+    batch.soft_cap, batch.value_dim = soft_cap, value_dim
+    if alibi:
+        batch.alibi = torch.rand(kv_heads * group, generator=rng) - 0.2
+    if int8:
+        batch.kv_cache, batch.kv_scales = reference.int8_codes(kv_cache)
+    return batch
 
 
 def check(batch: Batch, num_threads: int = 1) -> None:
@@ -129,6 +152,9 @@ def batches(draw: st.DrawFn) -> Batch:
         window=draw(st.just(0) | st.integers(1, 100)),
         dtype=draw(st.sampled_from(DTYPES)),
         seed=draw(st.integers(0, 99)),
+        soft_cap=draw(st.sampled_from([0.0, 0.0, 0.7, 50.0])),
+        alibi=draw(st.sampled_from([False, False, True])),
+        int8=draw(st.booleans()),
     )
 
 
@@ -145,7 +171,63 @@ def test_random_batches(isa: str, batch: Batch, num_threads: int) -> None:
 @pytest.mark.parametrize("head_dim", [1, 5, 18, 24, 40, 72, 200, 320])
 def test_unusual_head_dims(isa: str, dtype: torch.dtype, head_dim: int) -> None:
     use_isa(isa)
-    check(make_batch([(37, 1), (20, 20)], head_dim=head_dim, block_size=8, dtype=dtype))
+    for int8 in (False, True):
+        options = {"head_dim": head_dim, "block_size": 8, "dtype": dtype, "int8": int8}
+        check(make_batch([(37, 1), (20, 20)], **options))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("dims", [(96, 64), (40, 33), (576, 512)])
+def test_values_that_are_part_of_their_keys(
+    isa: str, dtype: torch.dtype, int8: bool, dims: tuple[int, int]
+) -> None:
+    use_isa(isa)
+    options = {"head_dim": dims[0], "value_dim": dims[1], "kv_heads": 1, "group": 5}
+    check(make_batch([(37, 1), (300, 1), (20, 20)], **options, dtype=dtype, int8=int8), 2)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cap", [0.5, 20.0])
+def test_soft_cap_of_large_scores(isa: str, dtype: torch.dtype, cap: float) -> None:
+    """Far beyond the cap, where e^2s is no float; and a query that is no number stays none."""
+    use_isa(isa)
+    batch = make_batch([(70, 1), (20, 20)], dtype=dtype, soft_cap=cap)
+    batch.query *= 1000.0
+    check(batch)
+    batch.query[3] = math.nan
+    assert batch.run()[3].isnan().all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_blocks_behind_the_window_are_not_read(
+    isa: str, dtype: torch.dtype, int8: bool, num_threads: int
+) -> None:
+    """Entries of given-back blocks are -1, or name a block that others have filled with NaN."""
+    use_isa(isa)
+    seqs = [(900, 1), (300, 40), (64, 64), (530, 1), (33, 2)]
+    batch = make_batch(seqs, window=32, dtype=dtype, int8=int8, block_size=16)
+    expected = batch.run(num_threads)
+    check(batch, num_threads)
+    poisoned = len(batch.kv_cache) - 2  # of no sequence
+    assert not (batch.block_tables == poisoned).any()
+    if int8:
+        batch.kv_scales[poisoned] = math.nan
+    else:
+        batch.kv_cache[poisoned] = math.nan
+    for entry in (-1, poisoned):
+        for i, (length, num_query) in enumerate(seqs):
+            behind = max(0, length - num_query + 1 - 32) // 16
+            batch.block_tables[i, :behind] = entry
+        if isa == "none":
+            check(batch)
+        else:
+            assert torch.equal(batch.run(num_threads), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -157,13 +239,16 @@ def test_long_context_split_among_threads(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 33])
-def test_a_sequence_does_not_depend_on_its_batch(isa: str, dtype: torch.dtype, window: int) -> None:
+@pytest.mark.parametrize("options", [{}, {"int8": True, "soft_cap": 5.0, "alibi": True}])
+def test_a_sequence_does_not_depend_on_its_batch(
+    isa: str, dtype: torch.dtype, window: int, options: dict[str, Any]
+) -> None:
     """Bit for bit: alone, in a crowd, and with its chunks spread over threads."""
     if isa == "none":
         pytest.skip("torch's products depend on their shapes")
     use_isa(isa)
     seqs = [(700, 1), (5, 1), (300, 40), (1, 1), (64, 64), (530, 1), (100, 3)]
-    batch = make_batch(seqs, window=window, dtype=dtype)
+    batch = make_batch(seqs, window=window, dtype=dtype, **options)
     crowd = batch.run(num_threads=2)
     starts = batch.query_start_loc.tolist()
     for seq in range(len(seqs)):
@@ -232,13 +317,23 @@ def test_empty_batches_and_sequences_without_query() -> None:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(batch=batches())
 def test_gather_fallback(batch: Batch) -> None:
-    out = reference.gather_attention(**batch.args())
+    out = reference.gather_attention(**batch.args(), value_dim=batch.value_dim)
     assert (out.double() - batch.expected()).abs().max() <= TOLERANCE[out.dtype]
 
 
 BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "float16 cache": ({"kv_cache": lambda x: x.half()}, TypeError, "float32 or bfloat16"),
-    "mixed types": ({"query": lambda x: x.bfloat16()}, TypeError, "query must have"),
+    "float16 cache": ({"kv_cache": lambda x: x.half()}, TypeError, "kv_cache must have query's"),
+    "float16": ({"query": lambda x: x.half()}, TypeError, "query must be float32 or bfloat16"),
+    "mixed types": ({"query": lambda x: x.bfloat16()}, TypeError, "kv_cache must have query's"),
+    "codes only": ({"kv_cache": lambda x: x.to(torch.int8)}, TypeError, "int8 without kv_scales"),
+    "scales only": ({"kv_scales": lambda _: torch.ones(1).half()}, TypeError, "with kv_scales"),
+    "scales' type": (
+        {"kv_cache": lambda x: x.to(torch.int8), "kv_scales": lambda _: torch.ones(3)},
+        ValueError,
+        "kv_scales must be float16",
+    ),
+    "slopes": ({"alibi": lambda _: torch.ones(3)}, ValueError, r"alibi must be contiguous"),
+    "soft cap": ({"soft_cap": lambda _: -1.0}, ValueError, "soft_cap must be 0 or positive"),
     "int64 lengths": ({"seq_lens": lambda x: x.long()}, TypeError, "seq_lens must be int32"),
     "int64 tables": ({"block_tables": lambda x: x.long()}, TypeError, "block_tables must be"),
     "layer": ({"layer": lambda _: 2}, ValueError, r"layer must be in \[0, 2\)"),

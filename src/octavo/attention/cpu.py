@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from octavo.attention.base import ForwardContext, QKNorm
-from octavo.ops.cpu import attention, elementwise
+from octavo.ops.cpu import attention, rope_cache
 
 
 class CpuAttention:
@@ -14,20 +14,24 @@ class CpuAttention:
     name = "cpu"
     replayable = True
     capturable = False
+    reads_behind_window = False
 
     def rope_and_cache(
         self,
         query: Tensor,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None,
         layer: int,
         ctx: ForwardContext,
         qk_norm: QKNorm | None,
+        *,
+        cos_sin: Tensor | None,
+        interleaved: bool = False,
     ) -> None:
         """See `AttentionBackend.rope_and_cache`."""
-        elementwise.rope_and_cache(
-            query, key, value, ctx.rope_rows, ctx.cos_sin, ctx.slot_mapping, ctx.kv_cache, layer,
-            *QKNorm.parts(qk_norm),
+        rope_cache.rope_and_cache(
+            query, key, value, ctx.rope_rows, cos_sin, ctx.slot_mapping, ctx.kv_cache, layer,
+            *QKNorm.parts(qk_norm), interleaved=interleaved, kv_scales=ctx.kv_scales,
         )  # fmt: skip
 
     def attend(
@@ -38,9 +42,12 @@ class CpuAttention:
         window: int,
         ctx: ForwardContext,
         out: Tensor,
+        *,
+        soft_cap: float = 0.0,
+        alibi: Tensor | None = None,
     ) -> None:
         """See `AttentionBackend.attend`."""
         attention.paged_attention(
             out, query, ctx.kv_cache, layer, ctx.block_tables, ctx.seq_lens, ctx.query_start_loc,
-            scale, window,
+            scale, window, soft_cap=soft_cap, alibi=alibi, kv_scales=ctx.kv_scales,
         )  # fmt: skip

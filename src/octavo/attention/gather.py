@@ -15,23 +15,25 @@ class GatherAttention:
     name = "gather"
     replayable = False
     capturable = False
+    reads_behind_window = False
 
     def rope_and_cache(
         self,
         query: Tensor,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None,
         layer: int,
         ctx: ForwardContext,
         qk_norm: QKNorm | None,
+        *,
+        cos_sin: Tensor | None,
+        interleaved: bool = False,
     ) -> None:
         """See `AttentionBackend.rope_and_cache`."""
-        if qk_norm is not None:
-            query.copy_(reference.rms_norm(query, qk_norm.query_weight, qk_norm.eps))
-            key.copy_(reference.rms_norm(key, qk_norm.key_weight, qk_norm.eps))
         reference.rope_and_cache(
-            query, key, value, ctx.rope_rows, ctx.cos_sin, ctx.slot_mapping, ctx.kv_cache, layer
-        )
+            query, key, value, ctx.rope_rows, cos_sin, ctx.slot_mapping, ctx.kv_cache, layer,
+            *QKNorm.parts(qk_norm), interleaved=interleaved, kv_scales=ctx.kv_scales,
+        )  # fmt: skip
 
     def attend(
         self,
@@ -41,10 +43,14 @@ class GatherAttention:
         window: int,
         ctx: ForwardContext,
         out: Tensor,
+        *,
+        soft_cap: float = 0.0,
+        alibi: Tensor | None = None,
     ) -> None:
         """See `AttentionBackend.attend`."""
         attended = reference.gather_attention(
             query, ctx.kv_cache, layer, ctx.tables_in_order(), ctx.seq_lens, ctx.query_start_loc,
-            scale, window,
+            scale, window, soft_cap=soft_cap, alibi=alibi, kv_scales=ctx.kv_scales,
+            value_dim=out.shape[-1],
         )  # fmt: skip
         out.copy_(attended)

@@ -25,11 +25,18 @@ _WORKSPACE_BYTES = 256 << 20
 
 
 def what_is_missing(
-    name: str, capability: tuple[int, int], *, head_dim: int | None, fp8: bool
+    name: str,
+    capability: tuple[int, int],
+    *,
+    head_dim: int | None,
+    fp8: bool,
+    alibi: bool = False,
 ) -> str | None:
     """What keeps `fa3` or `flashinfer` from running here, as the end of a sentence."""
     if fp8:
         return "does not read octavo's fp8 cache, which has a scale for each token"
+    if alibi:
+        return "adds no slopes to scores (ALiBi), which the model needs"
     if name == "fa3":
         if _fa3_module() is None:
             return "needs FlashAttention 3 (module flash_attn_interface), which is not installed"
@@ -69,6 +76,7 @@ class Fa3Attention(TritonAttention):
 
     name = "fa3"
     capturable = False
+    reads_behind_window = True  # whole tiles, whose probabilities are 0 there: 0 times NaN is NaN
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,17 +94,23 @@ class Fa3Attention(TritonAttention):
         window: int,
         ctx: ForwardContext,
         out: Tensor,
+        *,
+        soft_cap: float = 0.0,
+        alibi: Tensor | None = None,
     ) -> None:
         """See `AttentionBackend.attend`."""
+        assert alibi is None, "refused by what_is_missing"
         keys, values = (part.transpose(1, 2) for part in _paged_views(ctx, layer))
         tables = ctx.tables_in_order()
-        common = {
+        common: dict[str, Any] = {
             "cu_seqlens_q": ctx.query_start_loc,
             "max_seqlen_q": len(query),
             "softmax_scale": scale,
             "causal": True,
             "window_size": (window - 1, 0) if window else (-1, -1),
         }
+        if soft_cap:
+            common["softcap"] = soft_cap
         if self._is_vllms:
             found = self._call(
                 q=query, k=keys, v=values, block_table=tables, seqused_k=ctx.seq_lens,
@@ -115,6 +129,7 @@ class FlashInferAttention(TritonAttention):
 
     name = "flashinfer"
     capturable = False
+    reads_behind_window = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,8 +139,8 @@ class FlashInferAttention(TritonAttention):
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
         self._planned_for: Callable[[], ForwardContext | None] = lambda: None
         # By a weak reference: a pool that moved meanwhile must not be kept by the last step.
-        self._wrappers: dict[tuple[int, float], Any] = {}
-        """By window and scale, for the step that was planned last."""
+        self._wrappers: dict[tuple[int, float, float], Any] = {}
+        """By window, scale and soft cap, for the step that was planned last."""
 
     def attend(
         self,
@@ -135,16 +150,23 @@ class FlashInferAttention(TritonAttention):
         window: int,
         ctx: ForwardContext,
         out: Tensor,
+        *,
+        soft_cap: float = 0.0,
+        alibi: Tensor | None = None,
     ) -> None:
         """See `AttentionBackend.attend`."""
+        assert alibi is None, "refused by what_is_missing"
         if self._planned_for() is not ctx:
             self._planned_for, self._wrappers = weakref.ref(ctx), {}
-        wrapper = self._wrappers.get((window, scale))
+        kind = window, scale, soft_cap
+        wrapper = self._wrappers.get(kind)
         if wrapper is None:
-            wrapper = self._wrappers[window, scale] = self._plan(query, scale, window, ctx)
+            wrapper = self._wrappers[kind] = self._plan(query, *kind, ctx)
         out.copy_(wrapper.run(query, _paged_views(ctx, layer)))
 
-    def _plan(self, query: Tensor, scale: float, window: int, ctx: ForwardContext) -> Any:
+    def _plan(
+        self, query: Tensor, window: int, scale: float, soft_cap: float, ctx: ForwardContext
+    ) -> Any:
         _, _, _, num_kv_heads, block_size, head_dim = ctx.kv_cache.shape
         seq_lens = ctx.seq_lens
         num_blocks = (seq_lens + block_size - 1) // block_size
@@ -165,6 +187,7 @@ class FlashInferAttention(TritonAttention):
             causal=True,
             sm_scale=scale,
             window_left=window - 1,
+            logits_soft_cap=soft_cap,
             q_data_type=query.dtype,
             kv_data_type=ctx.kv_cache.dtype,
         )

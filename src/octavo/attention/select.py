@@ -28,12 +28,15 @@ def select_attention(
     *,
     head_dim: int | None = None,
     fp8: bool = False,
+    alibi: bool = False,
+    mla: bool = False,
 ) -> AttentionBackend:
     """The backend called `name`, or for "auto" the fastest on the device, with the reason logged.
 
-    head_dim, fp8: of the model and its cache, which not every backend takes. Raises `ConfigError`
-    for a backend that cannot run here, saying what it lacks, and for a GPU on which no model runs:
-    all its layers are Triton kernels, whatever computes attention.
+    head_dim, fp8, alibi, mla (latents are cached, not keys and values): of the model and its cache,
+    which not every backend takes. Raises `ConfigError` for a backend that cannot run here, saying
+    what it lacks, and for a GPU on which no model runs: all its layers are Triton kernels, whatever
+    computes attention.
     """
     device = device or torch.device("cpu")
     if device.type == "cuda":
@@ -46,15 +49,17 @@ def select_attention(
     if name != "auto" and name not in BACKENDS:
         raise ConfigError(f"unknown attention backend {name!r}; known: auto, {', '.join(BACKENDS)}")
     if name == "auto":
-        name, reason = _by_capability(device)
+        name, reason = _by_capability(device, mla)
         logger.info("attention backend: %s (%s)", name, reason)
-    lacks = _what_is_missing(name, device, head_dim, fp8)
+    lacks = _why_not_latents(name, mla) or _what_is_missing(name, device, head_dim, fp8, alibi)
     if lacks is not None:
         raise ConfigError(f"--attention-backend {name} {lacks}; leave it out to have one chosen")
     return _make(name, fp8)
 
 
-def _by_capability(device: torch.device) -> tuple[str, str]:
+def _by_capability(device: torch.device, mla: bool) -> tuple[str, str]:
+    if device.type == "cuda" and mla:
+        return "latent", f"Triton kernels over cached latents, {torch.cuda.get_device_name(device)}"
     if device.type == "cuda":
         return "triton", f"Triton kernels, {torch.cuda.get_device_name(device)}"
     if native.load() is not None:
@@ -62,8 +67,17 @@ def _by_capability(device: torch.device) -> tuple[str, str]:
     return "gather", "no compiled kernels here: install a C compiler for several times the speed"
 
 
+def _why_not_latents(name: str, mla: bool) -> str | None:
+    """What keeps a backend from what the model caches, as the end of a sentence; None: nothing."""
+    if name == "latent" and not mla:
+        return "reads cached latents, and this model caches keys and values"
+    if mla and name in ("triton", "flashinfer", "fa3"):
+        return "reads cached keys and values, and this model caches latents (MLA)"
+    return None
+
+
 def _what_is_missing(
-    name: str, device: torch.device, head_dim: int | None, fp8: bool
+    name: str, device: torch.device, head_dim: int | None, fp8: bool, alibi: bool
 ) -> str | None:
     """What keeps a backend from running here, as the end of a sentence; None: nothing."""
     if name == "gather":
@@ -72,12 +86,12 @@ def _what_is_missing(
         return None if device.type == "cpu" else f"runs on CPUs, and device is {device}"
     if device.type != "cuda":
         return f"runs on NVIDIA GPUs, and device is {device}"
-    if name == "triton":
+    if name in ("triton", "latent"):
         return _why_no_triton(device)
     from octavo.attention import libraries
 
     capability = torch.cuda.get_device_capability(device)
-    return libraries.what_is_missing(name, capability, head_dim=head_dim, fp8=fp8)
+    return libraries.what_is_missing(name, capability, head_dim=head_dim, fp8=fp8, alibi=alibi)
 
 
 def _why_no_triton(device: torch.device) -> str | None:
@@ -96,6 +110,10 @@ def _make(name: str, fp8: bool) -> AttentionBackend:
         from octavo.attention.triton import TritonAttention
 
         return TritonAttention(reads_fresh=not fp8)
+    if name == "latent":
+        from octavo.attention.latent import LatentKernels
+
+        return LatentKernels()
     if name in ("flashinfer", "fa3"):
         from octavo.attention import libraries
 

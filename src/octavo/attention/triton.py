@@ -22,6 +22,7 @@ class TritonAttention:
     name = "triton"
     replayable = False
     capturable = True
+    reads_behind_window = False
 
     def __init__(self, *, reads_fresh: bool = False) -> None:
         self.fresh_tokens = _FRESH_TOKENS if reads_fresh else 0
@@ -31,15 +32,18 @@ class TritonAttention:
         self,
         query: Tensor,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None,
         layer: int,
         ctx: ForwardContext,
         qk_norm: QKNorm | None,
+        *,
+        cos_sin: Tensor | None,
+        interleaved: bool = False,
     ) -> None:
         """See `AttentionBackend.rope_and_cache`."""
         rope_cache.rope_and_cache(
-            query, key, value, ctx.rope_rows, ctx.cos_sin, ctx.slot_mapping, ctx.kv_cache,
-            ctx.kv_scales, layer, *QKNorm.parts(qk_norm),
+            query, key, value, ctx.rope_rows, cos_sin, ctx.slot_mapping, ctx.kv_cache,
+            ctx.kv_scales, layer, *QKNorm.parts(qk_norm), interleaved=interleaved,
         )  # fmt: skip
 
     def attend(
@@ -50,6 +54,9 @@ class TritonAttention:
         window: int,
         ctx: ForwardContext,
         out: Tensor,
+        *,
+        soft_cap: float = 0.0,
+        alibi: Tensor | None = None,
     ) -> None:
         """See `AttentionBackend.attend`."""
         work = ctx.work
@@ -60,19 +67,22 @@ class TritonAttention:
                 out[:num], query[:num], ctx.kv_cache, ctx.kv_scales, layer, ctx.block_tables,
                 ctx.table_rows, ctx.seq_lens if work.decode_lens is None else work.decode_lens,
                 work.decode_items, work.item_start,
-                ctx.workspace.partial, ctx.workspace.partial_lse, scale, window,
+                ctx.workspace.partial, ctx.workspace.partial_lse, scale, window, soft_cap,
+                alibi=alibi,
             )  # fmt: skip
         # The decodes first: in a padded step they write zeros where the prompts' rows are.
         if len(work.prefill_tiles):
             prefill_attention.paged_prefill(
                 out, query, ctx.kv_cache, ctx.kv_scales, layer, ctx.block_tables, ctx.table_rows,
-                ctx.seq_lens, ctx.query_start_loc, work.prefill_tiles, scale, window,
+                ctx.seq_lens, ctx.query_start_loc, work.prefill_tiles, scale, window, soft_cap,
+                alibi=alibi,
             )  # fmt: skip
         if work.fresh_tiles is not None and len(work.fresh_tiles):
             key, value = _own_keys_and_values(query, ctx)
             fresh_attention.fresh_prefill(
-                out, query, key, value, ctx.query_start_loc, work.fresh_tiles, scale, window
-            )
+                out, query, key, value, ctx.query_start_loc, work.fresh_tiles, scale, window,
+                soft_cap, alibi=alibi,
+            )  # fmt: skip
 
 
 def _own_keys_and_values(query: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:

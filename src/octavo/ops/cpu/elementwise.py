@@ -1,4 +1,4 @@
-"""Norms, activation, rotary embedding and cache writes on CPU: launcher of csrc/elementwise.c.
+"""Norms and activation on CPU: launcher of csrc/elementwise.c.
 
 All take float32 or bfloat16 rows with any stride between tokens, compute in float32, use several
 threads only where there is work for them, and fall back to `octavo.ops.reference`.
@@ -15,10 +15,10 @@ from octavo.ops import reference
 from octavo.ops.cpu import native
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-# struct norm_args, silu_args and rope_args of csrc/elementwise.c
-_pack_norm = struct.Struct("@4P5q2if").pack
+# struct norm_args and silu_args of csrc/elementwise.c
+_pack_norm = struct.Struct("@4P5q3if").pack
+_pack_add = struct.Struct("@2P4q2i2f").pack
 _pack_silu = struct.Struct("@2P4q2i").pack
-_pack_rope = struct.Struct("@9P9q8if").pack
 
 
 def rms_norm(
@@ -28,7 +28,8 @@ def rms_norm(
 
     Args:
         x: [num_tokens, width].
-        weight: [width], contiguous, x's type.
+        weight: [width], contiguous, x's type or float32; float32 is multiplied without rounding
+            before.
         eps: added to the mean square.
         out: like x; may be x itself.
 
@@ -75,7 +76,8 @@ def _norm(
     out_stride, out_element_stride = out.stride()
     good = (
         dtype in _DTYPES
-        and weight.dtype == out.dtype == dtype
+        and out.dtype == dtype
+        and (weight.dtype == dtype or weight.dtype == torch.float32)
         and out.shape == shape
         and weight.shape == (width,)
         and x_element_stride == out_element_stride == weight.stride(0) == 1
@@ -91,7 +93,8 @@ def _norm(
             and residual_element_stride == 1
         )
     if not good:
-        _explain(x, {"out": out, "residual": residual}, {"weight": weight})
+        as_x = weight.to(dtype) if weight.dtype == torch.float32 else weight
+        _explain(x, {"out": out, "residual": residual}, {"weight": as_x})
     call = native.function("octavo_rms_norm")
     if call is None:
         return out.copy_(
@@ -103,10 +106,45 @@ def _norm(
         _pack_norm(
             out.data_ptr(), x.data_ptr(), residual_ptr, weight.data_ptr(),
             out_stride, x_stride, residual_stride, num_tokens, width,
-            _DTYPES[dtype], torch.get_num_threads(), eps,
+            _DTYPES[dtype], torch.get_num_threads(), weight.dtype != dtype, eps,
         )
     )  # fmt: skip
     return out
+
+
+def add_scaled(x: torch.Tensor, y: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """x += scale * y in place, rounded once.
+
+    x, y: [num_tokens, width] of one type, not overlapping.
+    Returns: x. Raises: TypeError for dtypes; ValueError for shapes and strides.
+    """
+    return _add(x, 1.0, y, scale)
+
+
+def scale_rows(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """x *= scale in place, rounded once; x as of `add_scaled`."""
+    return _add(x, scale, None, 0.0)
+
+
+def _add(x: torch.Tensor, x_scale: float, y: torch.Tensor | None, y_scale: float) -> torch.Tensor:
+    num_tokens, width = x.shape
+    if not (
+        x.dtype in _DTYPES
+        and x.stride(1) == 1
+        and (y is None or (y.dtype == x.dtype and y.shape == x.shape and y.stride(1) == 1))
+    ):
+        _explain(x, {"y": y}, {})
+    call = native.function("octavo_add_scaled")
+    if call is None:
+        return x.mul_(x_scale) if y is None else x.add_(y, alpha=y_scale)
+    call(
+        _pack_add(
+            x.data_ptr(), 0 if y is None else y.data_ptr(),
+            x.stride(0), 0 if y is None else y.stride(0), num_tokens, width,
+            _DTYPES[x.dtype], torch.get_num_threads(), x_scale, y_scale,
+        )
+    )  # fmt: skip
+    return x
 
 
 def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -147,106 +185,6 @@ def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torc
     return out
 
 
-def rope_and_cache(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_cache: torch.Tensor,
-    layer: int,
-    q_norm_weight: torch.Tensor | None = None,
-    k_norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-) -> None:
-    """Rotates query and key in place (NeoX halves) and writes key and value to their slots.
-
-    Formulas: `octavo.ops.reference.rope` and `rms_norm`; the norm comes first, per head.
-
-    Args:
-        query: [num_tokens, num_heads, head_dim], rotated in place.
-        key: [num_tokens, num_kv_heads, head_dim], rotated in place.
-        value: like key. The three may have any stride between tokens, the last two dense.
-        positions: int64 or int32 [num_tokens].
-        cos_sin: float32 [max_positions, rotary_dim], contiguous, cosines first; rotary_dim even
-            and at most head_dim, of which the first rotary_dim elements are rotated.
-        slot_mapping: int64 [num_tokens]: block id * block_size + offset; negative: not written.
-        kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], contiguous.
-        layer: which layer of the cache.
-        q_norm_weight: [head_dim] RMS norm of each query head before the rotation, or None.
-        k_norm_weight: the same for keys.
-        eps: of the norms.
-
-    Raises: TypeError for dtypes; ValueError for shapes, strides, positions and slots. Nothing is
-        written then.
-    """
-    num_blocks, num_layers, two, num_kv_heads, block_size, head_dim = kv_cache.shape
-    num_tokens, num_heads, query_dim = query.shape
-    max_positions, rotary_dim = cos_sin.shape
-    query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
-    dtype = kv_cache.dtype
-    if not (
-        dtype in _DTYPES
-        and query.dtype == key.dtype == value.dtype == dtype
-        and cos_sin.dtype == torch.float32
-        and slot_mapping.dtype == torch.int64
-        and (positions.dtype == torch.int64 or positions.dtype == torch.int32)
-        and query_dim == head_dim
-        and key.shape == value.shape == (num_tokens, num_kv_heads, head_dim)
-        and query_strides[1:] == key_strides[1:] == value_strides[1:] == (head_dim, 1)
-        and positions.shape == slot_mapping.shape == (num_tokens,)
-        and two == 2
-        and 0 <= layer < num_layers
-        and rotary_dim % 2 == 0
-        and rotary_dim <= head_dim
-        and kv_cache.is_contiguous()
-        and cos_sin.is_contiguous()
-        and positions.is_contiguous()
-        and slot_mapping.is_contiguous()
-        and _is_norm_weight(q_norm_weight, head_dim, dtype)
-        and _is_norm_weight(k_norm_weight, head_dim, dtype)
-    ):
-        _explain_rope(query, key, value, positions, cos_sin, slot_mapping, kv_cache, layer,
-                      q_norm_weight, k_norm_weight)  # fmt: skip
-    call = native.function("octavo_rope_and_cache")
-    if call is None:
-        reference.rope_and_cache(query, key, value, positions, cos_sin, slot_mapping, kv_cache,
-                                 layer, q_norm_weight, k_norm_weight, eps)  # fmt: skip
-        return
-    layer_size = num_kv_heads * block_size * head_dim
-    status = call(
-        _pack_rope(
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), positions.data_ptr(),
-            cos_sin.data_ptr(), slot_mapping.data_ptr(), kv_cache.data_ptr(),
-            0 if q_norm_weight is None else q_norm_weight.data_ptr(),
-            0 if k_norm_weight is None else k_norm_weight.data_ptr(),
-            query_strides[0], key_strides[0], value_strides[0], num_tokens, max_positions,
-            num_blocks, 2 * num_layers * layer_size,
-            2 * layer * layer_size, (2 * layer + 1) * layer_size,
-            num_heads, num_kv_heads, head_dim, rotary_dim, block_size,
-            _DTYPES[dtype], positions.dtype == torch.int64, torch.get_num_threads(), eps,
-        )
-    )  # fmt: skip
-    if status:
-        token = status // 8
-        if status % 8 == 1:
-            raise ValueError(
-                f"positions[{token}] must be in [0, {max_positions}), the rows of cos_sin:"
-                f" {int(positions[token])}"
-            )
-        raise ValueError(
-            f"slot_mapping[{token}] must be below {num_blocks * block_size}"
-            f" (num_blocks x block_size): {int(slot_mapping[token])}"
-        )
-
-
-def _is_norm_weight(weight: torch.Tensor | None, head_dim: int, dtype: torch.dtype) -> bool:
-    return weight is None or (
-        weight.dtype == dtype and weight.shape == (head_dim,) and weight.stride(0) == 1
-    )
-
-
 def _explain(
     x: torch.Tensor, like: dict[str, torch.Tensor | None], vectors: dict[str, torch.Tensor | None]
 ) -> NoReturn:
@@ -266,54 +204,3 @@ def _explain(
         if tensor.stride(-1) != 1:
             raise ValueError(f"{name}'s last dimension must be dense: strides {tensor.stride()}")
     raise AssertionError("arguments refused that _explain finds no fault with")
-
-
-def _explain_rope(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_cache: torch.Tensor,
-    layer: int,
-    q_norm_weight: torch.Tensor | None,
-    k_norm_weight: torch.Tensor | None,
-) -> NoReturn:
-    """Raises the error that says which argument of rope_and_cache is wrong."""
-    dtype = kv_cache.dtype
-    _, num_layers, two, num_kv_heads, _, head_dim = kv_cache.shape
-    num_tokens = query.shape[0]
-    if dtype not in _DTYPES:
-        raise TypeError(f"kv_cache must be float32 or bfloat16, not {dtype}")
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        heads = query.shape[1] if name == "query" else num_kv_heads
-        if x.dtype != dtype:
-            raise TypeError(f"{name} must have kv_cache's type {dtype}, not {x.dtype}")
-        if x.shape != (num_tokens, heads, head_dim) or x.stride()[1:] != (head_dim, 1):
-            raise ValueError(
-                f"{name} must be {(num_tokens, heads, head_dim)} with dense heads here:"
-                f" {tuple(x.shape)}, strides {x.stride()}"
-            )
-    if cos_sin.dtype != torch.float32:
-        raise TypeError(f"cos_sin must be float32, not {cos_sin.dtype}")
-    if positions.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"positions must be int64 or int32, not {positions.dtype}")
-    if slot_mapping.dtype != torch.int64:
-        raise TypeError(f"slot_mapping must be int64, not {slot_mapping.dtype}")
-    for name, x in (("positions", positions), ("slot_mapping", slot_mapping)):
-        if x.shape != (num_tokens,) or not x.is_contiguous():
-            raise ValueError(f"{name} must be contiguous [{num_tokens}] here: {tuple(x.shape)}")
-    if not cos_sin.is_contiguous() or cos_sin.shape[1] % 2 or cos_sin.shape[1] > head_dim:
-        raise ValueError(
-            f"cos_sin must be contiguous with an even rotary_dim of at most {head_dim}:"
-            f" {tuple(cos_sin.shape)}, strides {cos_sin.stride()}"
-        )
-    if two != 2 or not kv_cache.is_contiguous():
-        raise ValueError(
-            "kv_cache must be contiguous [num_blocks, num_layers, 2, num_kv_heads, block_size,"
-            f" head_dim], not {tuple(kv_cache.shape)} with strides {kv_cache.stride()}"
-        )
-    if not 0 <= layer < num_layers:
-        raise ValueError(f"layer must be in [0, {num_layers}): {layer}")
-    _explain(query, {}, {"q_norm_weight": q_norm_weight, "k_norm_weight": k_norm_weight})

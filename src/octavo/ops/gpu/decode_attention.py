@@ -71,6 +71,8 @@ def paged_decode(
     window: int = 0,
     soft_cap: float = 0.0,
     config: DecodeConfig | None = None,
+    *,
+    alibi: Tensor | None = None,
 ) -> None:
     """Attention of one query token a sequence, its last, over paged keys and values.
 
@@ -97,6 +99,7 @@ def paged_decode(
         window: positions that are attended to, the last ones; 0 for all.
         soft_cap: c > 0 turns scores s into c tanh(s / c).
         config: how to compile; the fastest known by default.
+        alibi: float32 [num_heads], contiguous: slope (j - t) is added to a score; None for none.
 
     Raises: TypeError for dtypes, ValueError for shapes and strides.
     """
@@ -126,11 +129,17 @@ def paged_decode(
     if not (block_tables.dtype == rows.dtype == torch.int32 and block_tables.stride(1) == 1):
         raise _wrong_indices(block_tables=block_tables, table_rows=rows)
     _check_work(query, seq_lens, rows, items, item_start, partial, partial_lse)
+    if alibi is not None and (
+        alibi.dtype != torch.float32 or alibi.shape != (num_heads,) or not alibi.is_contiguous()
+    ):
+        raise ValueError(
+            f"alibi must be contiguous float32 [{num_heads}]: {alibi.dtype} {alibi.shape}"
+        )
     config = config or default_config(head_dim, kv_cache.element_size(), block_size)
     scale_stride = 0 if kv_scales is None else kv_scales.stride(0)
     _launch(
         out, query, kv_cache, kv_cache, kv_scales, block_tables, table_rows, seq_lens, items,
-        item_start, partial, partial_lse, layer, scale, window, soft_cap,
+        item_start, partial, partial_lse, alibi, layer, scale, window, soft_cap,
         kv_cache.stride(0), scale_stride, block_tables.stride(0), num_kv_heads, block_size, True,
         config,
     )  # fmt: skip
@@ -160,7 +169,7 @@ def contiguous_decode(
     config = config or default_config(head_dim, keys.element_size(), max_len)
     _launch(
         out, query, keys, values, None, items, None, seq_lens, items, item_start, partial,
-        partial_lse, 0, scale, window, soft_cap, keys.stride(0), 0, 0, num_kv_heads,
+        partial_lse, None, 0, scale, window, soft_cap, keys.stride(0), 0, 0, num_kv_heads,
         max_len, False, config,
     )  # fmt: skip
 
@@ -168,7 +177,7 @@ def contiguous_decode(
 def _launch(
     out: Tensor, query: Tensor, keys: Tensor, values: Tensor, kv_scales: Tensor | None,
     block_tables: Tensor, table_rows: Tensor | None, seq_lens: Tensor, items: Tensor,
-    item_start: Tensor, partial: Tensor, partial_lse: Tensor, layer: int,
+    item_start: Tensor, partial: Tensor, partial_lse: Tensor, alibi: Tensor | None, layer: int,
     scale: float, window: int, soft_cap: float, block_stride: int, scale_stride: int,
     table_stride: int, num_kv_heads: int, block_size: int, paged: bool, config: DecodeConfig,
 ) -> None:  # fmt: skip
@@ -180,7 +189,7 @@ def _launch(
         config = _without_pdl(config)
     shape = num_heads, num_kv_heads, head_dim, block_size
     strides = out.stride(0), query.stride(0), block_stride, scale_stride, table_stride
-    types = query.dtype, keys.dtype, kv_scales is None, table_rows is None
+    types = query.dtype, keys.dtype, kv_scales is None, table_rows is None, alibi is None
     kernels = _kernels(
         shape, strides, types, paged, soft_cap > 0.0, num_seqs > _FEW, config, query.device
     )
@@ -188,7 +197,7 @@ def _launch(
     window = window or _NO_WINDOW
     kernels.decode(
         (kernels.programs, max_items, 1), out, query, keys, values, kv_scales, block_tables,
-        table_rows, seq_lens, items, partial, partial_lse, layer, num_seqs, window, *factors,
+        table_rows, seq_lens, items, partial, partial_lse, alibi, layer, num_seqs, window, *factors,
     )  # fmt: skip
     if max_items > num_seqs:
         kernels.merge(
@@ -217,7 +226,7 @@ class _Kernels(NamedTuple):
 def _kernels(
     shape: tuple[int, int, int, int],
     strides: tuple[int, int, int, int, int],
-    types: tuple[torch.dtype, torch.dtype, bool, bool],
+    types: tuple[torch.dtype, torch.dtype, bool, bool, bool],
     paged: bool,
     soft_capped: bool,
     many: bool,
@@ -225,9 +234,9 @@ def _kernels(
     device: torch.device,
 ) -> _Kernels:
     """shape: num_heads, num_kv_heads, head_dim, block_size; strides: of out, query, blocks, their
-    scales, tables; types: of query and cache, whether scales and table_rows are None."""
+    scales, tables; types: of query and cache, whether scales, table_rows and slopes are None."""
     num_heads, num_kv_heads, head_dim, block_size = shape
-    query_type, cache_type, no_scales, no_rows = types
+    query_type, cache_type, no_scales, no_rows, no_slopes = types
     group, tile = num_heads // num_kv_heads, config.tile
     rows = min(max(triton.next_power_of_2(group), 16), _MAX_ROWS)
     dim_pad = max(32, triton.next_power_of_2(head_dim))
@@ -244,7 +253,8 @@ def _kernels(
     scales, table_rows = None if no_scales else like(torch.float16), None if no_rows else whole
     decode = Prepared(
         decode_kernel,
-        (x, x, kv, kv, scales, whole, table_rows, whole, whole, wide, wide, 0, 1, 1, 1.0, 1.0),
+        (x, x, kv, kv, scales, whole, table_rows, whole, whole, wide, wide,
+         None if no_slopes else wide, 0, 1, 1, 1.0, 1.0),
         (*strides, *shape, dim_pad, rows, tile, stages, paged, grouped, soft_capped,
          device.type == "cuda", has_pdl),
         num_warps=config.num_warps,

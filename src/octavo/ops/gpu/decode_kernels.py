@@ -8,6 +8,7 @@ import triton.language as tl
 # Under fp8, float16 holds probability * scale / largest scale so far * _LIFT, which is at most
 # _LIFT: nothing overflows, and what is a 10^-9th of the largest is no subnormal yet.
 _LIFT = tl.constexpr(32768.0)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _LEAST_SCALE = tl.constexpr(6.103515625e-05)  # of those that are written, see `rope_cache`
 
 
@@ -94,7 +95,7 @@ def merge_kernel(
 @triton.jit(do_not_specialize=["layer", "num_seqs", "window"])
 def decode_kernel(
     out, query, keys, values, kv_scales, block_tables, table_rows, seq_lens, items, partial,
-    partial_lse, layer, num_seqs, window, scale_log2, soft_cap,
+    partial_lse, alibi, layer, num_seqs, window, scale_log2, soft_cap,
     OUT_STRIDE: tl.constexpr, QUERY_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     SCALE_STRIDE: tl.constexpr, TABLE_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -106,7 +107,8 @@ def decode_kernel(
 
     Over the item's tokens j of positions > seq_len - 1 - window, in base 2:
 
-        s_j = scale_log2 q.k_j (soft cap: c tanh(scale q.k_j / c) / ln 2)
+        s_j = scale_log2 q.k_j (soft cap: c tanh(scale q.k_j / c) / ln 2), plus, of `alibi`
+              slopes [NUM_HEADS], slope (j - seq_len + 1) / ln 2
         lse = log2 sum_j 2^s_j,   result = sum_j 2^(s_j - lse) v_j
 
     The result goes to out [num_seqs, NUM_HEADS, HEAD_DIM] if no other item of the sequence reaches
@@ -174,6 +176,8 @@ def decode_kernel(
     q_at = query + seq_long * QUERY_STRIDE + heads[:, None] * HEAD_DIM + numbers * columns[None, :]
     q_mask = (rows < group)[:, None] & (columns < width)[None, :]
     q = tl.load(q_at, mask=q_mask, other=0.0)
+    if alibi is not None:
+        slopes = tl.load(alibi + heads, mask=rows < group, other=0.0) * _LOG2_E
     if fp8:
         second_acc = tl.zeros_like(acc)
         # The largest scale so far, which the sums are in units of.
@@ -221,6 +225,8 @@ def decode_kernel(
             scores = soft_cap - 2.0 * soft_cap / (tl.exp2(scores * scale_log2) + 1.0)
         else:
             scores *= scale_log2
+        if alibi is not None:
+            scores += slopes[:, None] * (position - (seq_len - 1)).to(tl.float32)[None, :]
         scores = tl.where(inside[None, :], scores, -float("inf"))
         new_best = tl.maximum(best, tl.max(scores, 1))
         fade, weights = tl.exp2(best - new_best), tl.exp2(scores - new_best[:, None])

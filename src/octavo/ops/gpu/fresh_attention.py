@@ -16,7 +16,13 @@ import triton.language as tl
 
 from octavo.ops.gpu import pdl
 from octavo.ops.gpu.prefill_attention import PrefillShape, hopper_takes, prefill_shape
-from octavo.ops.gpu.prefill_parts import fold_tile, key_bounds, load_tile, score_factors
+from octavo.ops.gpu.prefill_parts import (
+    fold_tile,
+    key_bounds,
+    load_tile,
+    row_slopes,
+    score_factors,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,8 +31,9 @@ if TYPE_CHECKING:
 @triton.jit
 def _attend(
     q, acc, best, total, keys, values, key_desc, value_desc, column, chunk, stride, first, end,
-    chunk_len, row_positions, scale, soft_cap, window,
-    MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, DESC: tl.constexpr,
+    chunk_len, row_positions, slopes, scale, soft_cap, window,
+    MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
+    DESC: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The tiles of keys [first, end) of one chunk; see `fold_tile`."""
@@ -42,21 +49,23 @@ def _attend(
             k, v = load_tile(keys, values, at, start + tokens < chunk_len, MASKED, HEAD_DIM, DIM)
         scores = tl.dot(q, k.T, input_precision=PRECISION)
         acc, best, total = fold_tile(
-            scores, v, acc, best, total, start, row_positions, scale, soft_cap, window,
-            MASKED, SOFT_CAP, WINDOW, TILE, PRECISION,
+            scores, v, acc, best, total, start, row_positions, slopes, scale, soft_cap, window,
+            MASKED, SOFT_CAP, ALIBI, WINDOW, TILE, PRECISION,
         )  # fmt: skip
     return acc, best, total
 
 
 @triton.jit(do_not_specialize=["window"])
 def _fresh_prefill(
-    out, query, key, value, key_desc, value_desc, query_start, tiles, scale, soft_cap, window,
+    out, query, key, value, key_desc, value_desc, query_start, tiles, alibi, scale, soft_cap,
+    window,
     out_stride, query_stride, stride,
     SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, DESC: tl.constexpr,
     GROUP: tl.constexpr, PACK: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, MASK_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out_t = sum_j softmax_j(scale q_t . k_j) v_j over the chunk's j <= t (and j > t - window).
+    """out_t = sum_j softmax_j(scale q_t . k_j) v_j over the chunk's j <= t (and j > t - window);
+    scores may have a soft cap and, by `alibi` [num_heads], slopes.
 
     Programs, rows and tiles as in `prefill_attention`. out, query [num_tokens, heads, HEAD_DIM],
     key, value [num_tokens, kv_heads, HEAD_DIM], any token stride, one for key and value;
@@ -75,7 +84,8 @@ def _fresh_prefill(
         valid = (row_tokens < chunk_len) & (rows < tile_tokens * PACK)
         valid = valid[:, None] & (dims < HEAD_DIM)[None, :]
         token_at = (chunk + row_tokens).to(tl.int64)
-        within = ((pack * PACK + rows % PACK) * HEAD_DIM)[:, None] + dims[None, :]
+        heads = pack * PACK + rows % PACK
+        within = (heads * HEAD_DIM)[:, None] + dims[None, :]
         q = tl.load(query + (token_at * query_stride)[:, None] + within, mask=valid, other=0.0)
 
         highest = tl.minimum(first + tile_tokens, chunk_len) - 1
@@ -85,22 +95,26 @@ def _fresh_prefill(
         acc = tl.zeros([ROWS, DIM], tl.float32)
         column = pack * PACK // GROUP * HEAD_DIM
 
+        ALIBI: tl.constexpr = alibi is not None
+        slopes = 0.0
+        if alibi is not None:
+            slopes = row_slopes(alibi, heads)
         low, begin, full = key_bounds(first, highest, window, WINDOW, TILE, MASK_TILE)
         if WINDOW:
             acc, best, total = _attend(
                 q, acc, best, total, key, value, key_desc, value_desc, column, chunk, stride,
-                low, begin, chunk_len, row_positions, scale, soft_cap, window,
-                True, SOFT_CAP, WINDOW, False, HEAD_DIM, DIM, MASK_TILE, PRECISION,
+                low, begin, chunk_len, row_positions, slopes, scale, soft_cap, window,
+                True, SOFT_CAP, ALIBI, WINDOW, False, HEAD_DIM, DIM, MASK_TILE, PRECISION,
             )  # fmt: skip
         acc, best, total = _attend(
             q, acc, best, total, key, value, key_desc, value_desc, column, chunk, stride,
-            begin, full, chunk_len, row_positions, scale, soft_cap, window,
-            False, SOFT_CAP, WINDOW, DESC, HEAD_DIM, DIM, TILE, PRECISION,
+            begin, full, chunk_len, row_positions, slopes, scale, soft_cap, window,
+            False, SOFT_CAP, ALIBI, WINDOW, DESC, HEAD_DIM, DIM, TILE, PRECISION,
         )  # fmt: skip
         acc, best, total = _attend(
             q, acc, best, total, key, value, key_desc, value_desc, column, chunk, stride,
-            full, highest + 1, chunk_len, row_positions, scale, soft_cap, window,
-            True, SOFT_CAP, WINDOW, False, HEAD_DIM, DIM, MASK_TILE, PRECISION,
+            full, highest + 1, chunk_len, row_positions, slopes, scale, soft_cap, window,
+            True, SOFT_CAP, ALIBI, WINDOW, False, HEAD_DIM, DIM, MASK_TILE, PRECISION,
         )  # fmt: skip
         done = (acc * (1.0 / total)[:, None]).to(out.dtype.element_ty)
         tl.store(out + (token_at * out_stride)[:, None] + within, done, mask=valid)
@@ -117,6 +131,8 @@ def fresh_prefill(
     window: int = 0,
     soft_cap: float = 0.0,
     shape: PrefillShape | None = None,
+    *,
+    alibi: Tensor | None = None,
 ) -> None:
     """Attention of the chunks that `tiles` names, each of which begins at position 0.
 
@@ -126,7 +142,7 @@ def fresh_prefill(
         key, value: [num_tokens, num_kv_heads, head_dim], rotated, in query's type, with one token
             stride for both: views of what the projection wrote.
         query_start_loc: int32 [num_seqs + 1].
-        tiles, scale, window, soft_cap, shape: as for `prefill_attention.paged_prefill`.
+        tiles, scale, window, soft_cap, shape, alibi: as for `prefill_attention.paged_prefill`.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
@@ -139,7 +155,8 @@ def fresh_prefill(
     if not len(tiles):
         return
     group = num_heads // num_kv_heads
-    if shape is None and not window and not soft_cap and hopper_takes(query, group):
+    plain = not window and not soft_cap and alibi is None
+    if shape is None and plain and hopper_takes(query, group):
         from octavo.ops.gpu import hopper_attention
 
         hopper_attention.prefill(
@@ -153,7 +170,7 @@ def fresh_prefill(
     assert pack <= shape.rows
     key_desc, value_desc = (_descriptor(x, shape) for x in (key, value))
     _fresh_prefill[(num_heads // pack, len(tiles))](
-        out, query, key, value, key_desc, value_desc, query_start_loc, tiles,
+        out, query, key, value, key_desc, value_desc, query_start_loc, tiles, alibi,
         *score_factors(scale, soft_cap), window, out.stride(0), query.stride(0), key.stride(0),
         SOFT_CAP=soft_cap > 0.0, WINDOW=window > 0, DESC=key_desc is not None,
         GROUP=group, PACK=pack, HEAD_DIM=head_dim, DIM=triton.next_power_of_2(head_dim),

@@ -10,7 +10,13 @@ import triton
 import triton.language as tl
 
 from octavo.ops.gpu import pdl
-from octavo.ops.gpu.prefill_parts import fold_tile, key_bounds, load_tile, score_factors
+from octavo.ops.gpu.prefill_parts import (
+    fold_tile,
+    key_bounds,
+    load_tile,
+    row_slopes,
+    score_factors,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,31 +26,34 @@ USE_HOPPER = True
 
 
 @triton.jit
-def _block_ids(table, start, last_block, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def _block_ids(
+    table, start, floor, seq_len, WINDOW: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
     """The table's entry of each token of a tile; or only one if a block holds whole tiles.
 
-    Entries past the last block are never read; the last one stands for them.
+    Entries of no token in [floor, seq_len) are never read: the nearest one stands for them.
     """
-    if BLOCK % TILE == 0:
-        return tl.load(table + tl.minimum(start // BLOCK, last_block))
-    else:
-        return tl.load(table + tl.minimum((start + tl.arange(0, TILE)) // BLOCK, last_block))
+    index = start // BLOCK if BLOCK % TILE == 0 else (start + tl.arange(0, TILE)) // BLOCK
+    if WINDOW:
+        index = tl.maximum(index, floor // BLOCK)
+    return tl.load(table + tl.minimum(index, (seq_len - 1) // BLOCK))
 
 
 @triton.jit
 def _attend(
     q, acc, best, total, keys, values, key_scales, value_scales, desc, desc_key, desc_value,
-    table, first, end, seq_len, row_positions, scale, soft_cap, window,
+    table, first, end, floor, seq_len, row_positions, slopes, scale, soft_cap, window,
     block_stride, scale_stride,
-    MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr,
+    MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
+    FP8: tl.constexpr,
     DESC: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of keys [first, end) of one sequence; see `fold_tile`."""
+    """The tiles of keys [first, end) of one sequence; see `fold_tile`. No row sees what lies before
+    `floor`: blocks there may have been given back."""
     tokens, dims = tl.arange(0, TILE), tl.arange(0, DIM)
-    last_block = (seq_len - 1) // BLOCK
     # A tile's entries are loaded one tile ahead, so that its keys do not wait for them.
-    ids = _block_ids(table, first, last_block, BLOCK, TILE)
+    ids = _block_ids(table, first, floor, seq_len, WINDOW, BLOCK, TILE)
     for start in tl.range(first, end, TILE):
         if DESC:
             row = ids * (block_stride // HEAD_DIM).to(tl.int32) + start % BLOCK
@@ -54,29 +63,32 @@ def _attend(
             blocks = ids.to(tl.int64)
             within = (start + tokens) % BLOCK
             at = (blocks * block_stride + within * HEAD_DIM)[:, None] + dims[None, :]
-            # What lies behind the context may be anything.
-            k, v = load_tile(keys, values, at, start + tokens < seq_len, MASKED, HEAD_DIM, DIM)
+            # What lies behind the context, or before the window, may be anything.
+            inside = start + tokens < seq_len
+            if WINDOW:
+                inside = inside & (start + tokens >= floor)
+            k, v = load_tile(keys, values, at, inside, MASKED, HEAD_DIM, DIM)
         if FP8:
             scale_at = blocks * scale_stride + within
             k_scale = tl.load(key_scales + scale_at).to(tl.float32)
             v_scale = tl.load(value_scales + scale_at).to(tl.float32)
             if MASKED:
-                v_scale = tl.where(start + tokens < seq_len, v_scale, 0.0)
+                v_scale = tl.where(inside, v_scale, 0.0)
             v = (v.to(tl.float32) * v_scale[:, None]).to(q.dtype)
             scores = tl.dot(q, k.to(q.dtype).T, input_precision=PRECISION) * k_scale[None, :]
         else:
             scores = tl.dot(q, k.T, input_precision=PRECISION)
-        ids = _block_ids(table, start + TILE, last_block, BLOCK, TILE)
+        ids = _block_ids(table, start + TILE, floor, seq_len, WINDOW, BLOCK, TILE)
         acc, best, total = fold_tile(
-            scores, v, acc, best, total, start, row_positions, scale, soft_cap, window,
-            MASKED, SOFT_CAP, WINDOW, TILE, PRECISION,
+            scores, v, acc, best, total, start, row_positions, slopes, scale, soft_cap, window,
+            MASKED, SOFT_CAP, ALIBI, WINDOW, TILE, PRECISION,
         )  # fmt: skip
     return acc, best, total
 
 
 @triton.jit(do_not_specialize=["layer", "window"])
 def _paged_prefill(
-    out, query, kv, kv_scales, desc, tables, table_rows, seq_lens, query_start, tiles,
+    out, query, kv, kv_scales, desc, tables, table_rows, seq_lens, query_start, tiles, alibi,
     scale, soft_cap, window, layer, out_stride, query_stride,
     block_stride: tl.int64, layer_stride: tl.int64, table_stride,
     scale_stride: tl.int64, scale_layer_stride: tl.int64,
@@ -85,7 +97,8 @@ def _paged_prefill(
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, MASK_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out_t = sum_j softmax_j(scale q_t . k_j) v_j over j <= t (and j > t - window if WINDOW).
+    """out_t = sum_j softmax_j(scale q_t . k_j) v_j over j <= t (and j > t - window if WINDOW);
+    scores may have a soft cap and, by `alibi` [NUM_HEADS], slopes.
 
     Program (h, i) takes tile i of a chunk for PACK heads of one KV head. Row r of its ROWS is
     token r // PACK of the tile and head r % PACK; rows left over are idle.
@@ -135,25 +148,32 @@ def _paged_prefill(
             key_scales = kv_scales + layer * scale_layer_stride + kv_head * BLOCK
             value_scales = key_scales + NUM_KV_HEADS * BLOCK
 
+        ALIBI: tl.constexpr = alibi is not None
+        slopes = 0.0
+        if alibi is not None:
+            slopes = row_slopes(alibi, heads)
         low, begin, full = key_bounds(lowest, highest, window, WINDOW, TILE, MASK_TILE)
+        floor = 0
+        if WINDOW:
+            floor = tl.maximum(lowest - window + 1, 0)
         if WINDOW:
             acc, best, total = _attend(
                 q, acc, best, total, keys, values, key_scales, value_scales, desc, desc_key,
-                desc_value, table, low, begin, seq_len, row_positions, scale, soft_cap, window,
-                block_stride, scale_stride, True, SOFT_CAP, WINDOW, FP8, False, HEAD_DIM, DIM,
-                BLOCK, MASK_TILE, PRECISION,
+                desc_value, table, low, begin, floor, seq_len, row_positions, slopes, scale,
+                soft_cap, window, block_stride, scale_stride, True, SOFT_CAP, ALIBI, WINDOW,
+                FP8, False, HEAD_DIM, DIM, BLOCK, MASK_TILE, PRECISION,
             )  # fmt: skip
         acc, best, total = _attend(
             q, acc, best, total, keys, values, key_scales, value_scales, desc, desc_key,
-            desc_value, table, begin, full, seq_len, row_positions, scale, soft_cap, window,
-            block_stride, scale_stride, False, SOFT_CAP, WINDOW, FP8, DESC, HEAD_DIM, DIM,
-            BLOCK, TILE, PRECISION,
+            desc_value, table, begin, full, floor, seq_len, row_positions, slopes, scale, soft_cap,
+            window, block_stride, scale_stride, False, SOFT_CAP, ALIBI, WINDOW, FP8, DESC,
+            HEAD_DIM, DIM, BLOCK, TILE, PRECISION,
         )  # fmt: skip
         acc, best, total = _attend(
             q, acc, best, total, keys, values, key_scales, value_scales, desc, desc_key,
-            desc_value, table, full, highest + 1, seq_len, row_positions, scale, soft_cap, window,
-            block_stride, scale_stride, True, SOFT_CAP, WINDOW, FP8, False, HEAD_DIM, DIM,
-            BLOCK, MASK_TILE, PRECISION,
+            desc_value, table, full, highest + 1, floor, seq_len, row_positions, slopes, scale,
+            soft_cap, window, block_stride, scale_stride, True, SOFT_CAP, ALIBI, WINDOW, FP8,
+            False, HEAD_DIM, DIM, BLOCK, MASK_TILE, PRECISION,
         )  # fmt: skip
         done = (acc * (1.0 / total)[:, None]).to(out.dtype.element_ty)
         tl.store(out + (token_at * out_stride)[:, None] + within, done, mask=valid)
@@ -198,6 +218,8 @@ def paged_prefill(
     window: int = 0,
     soft_cap: float = 0.0,
     shape: PrefillShape | None = None,
+    *,
+    alibi: Tensor | None = None,
 ) -> None:
     """Attention of the chunks that `tiles` names, each over its context in the pool.
 
@@ -217,6 +239,7 @@ def paged_prefill(
         window: positions a token attends to, itself included; 0 for all.
         soft_cap: scores s become soft_cap tanh(s / soft_cap); 0 for none.
         shape: how the kernel is cut, for measurements; `tiles` must fit it.
+        alibi: float32 [num_heads], contiguous: slope (j - t) is added to a score; None for none.
     """
     _, num_layers, _, num_kv_heads, block_size, head_dim = kv_cache.shape
     num_heads = query.shape[1]
@@ -242,7 +265,8 @@ def paged_prefill(
     if not len(tiles):
         return
     group = num_heads // num_kv_heads
-    plain = not window and not soft_cap and kv_scales is None
+    assert alibi is None or (alibi.dtype == torch.float32 and alibi.shape == (num_heads,))
+    plain = not window and not soft_cap and alibi is None and kv_scales is None
     if shape is None and plain and hopper_takes(query, group, block_size, kv_cache.stride(0)):
         from octavo.ops.gpu import hopper_attention
 
@@ -259,7 +283,7 @@ def paged_prefill(
     assert pack <= shape.rows
     _paged_prefill[(num_heads // pack, len(tiles))](
         out, query, kv_cache, kv_scales, descriptor, block_tables, table_rows, seq_lens,
-        query_start_loc, tiles,
+        query_start_loc, tiles, alibi,
         *score_factors(scale, soft_cap), window, layer, out.stride(0), query.stride(0),
         kv_cache.stride(0), kv_cache.stride(1), block_tables.stride(0),
         0 if kv_scales is None else kv_scales.stride(0),

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 def score_factors(scale: float, soft_cap: float) -> tuple[float, float]:
@@ -15,8 +16,8 @@ def score_factors(scale: float, soft_cap: float) -> tuple[float, float]:
 
 @triton.jit
 def fold_tile(
-    scores, v, acc, best, total, start, row_positions, scale, soft_cap, window,
-    MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr,
+    scores, v, acc, best, total, start, row_positions, slopes, scale, soft_cap, window,
+    MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
     TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys joins the running softmax of its rows.
@@ -24,7 +25,8 @@ def fold_tile(
     With s the scores times `scale` (which includes log2 e): best' = max(best, max_j s_j),
     total' = total 2^(best - best') + sum_j 2^(s_j - best'), acc' alike with v_j. With SOFT_CAP,
     s_j is `soft_cap` tanh(scores_j scale), and the caller's `scale` and `soft_cap` are the factors
-    inside and outside.
+    inside and outside. With ALIBI, slopes [ROWS] (which include log2 e) times key less row position
+    are added.
 
     scores [ROWS, TILE] float32, v [TILE, DIM], acc [ROWS, DIM], best and total [ROWS].
     """
@@ -32,8 +34,14 @@ def fold_tile(
         # tanh(x) = 1 - 2 / (1 + 2^(2 x log2 e)); the factor 2 log2 e is in `scale`.
         scores = soft_cap - 2.0 * soft_cap / (1.0 + tl.exp2(scores * scale))
         factor = 1.0
+    elif ALIBI:
+        scores = scores * scale
+        factor = 1.0
     else:
         factor = scale
+    if ALIBI:
+        distance = (start + tl.arange(0, TILE))[None, :] - row_positions[:, None]
+        scores += slopes[:, None] * distance.to(tl.float32)
     if MASKED:
         positions = (start + tl.arange(0, TILE))[None, :]
         seen = positions <= row_positions[:, None]
@@ -51,6 +59,12 @@ def fold_tile(
     acc = acc * fade[:, None]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, new_best, total
+
+
+@triton.jit
+def row_slopes(alibi, heads):
+    """`fold_tile`'s slopes of rows whose query heads are `heads`."""
+    return tl.load(alibi + heads) * _LOG2_E
 
 
 @triton.jit

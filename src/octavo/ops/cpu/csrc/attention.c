@@ -186,9 +186,11 @@ static int plan(struct job *job) {
 static struct attn_task make_task(const struct job *job, const struct entry *e, int head) {
     const struct attn_args *a = job->args;
     const int bytes = a->dtype == OCTAVO_F32 ? 4 : 2;
+    const int kv_bytes = a->kv_dtype == OCTAVO_I8 ? 1 : bytes;
     const int group = a->num_heads / a->num_kv_heads;
     const int64_t head_elements = (int64_t)a->block_size * a->head_dim * head;
-    const int64_t row = (int64_t)head * group * a->head_dim;
+    const int64_t first = (int64_t)head * group; /* query head */
+    const int64_t head_scales = (int64_t)a->block_size * head;
     int lo, hi;
     tile_range(a, e, &lo, &hi);
     if (job->split) { /* this entry's chunk only */
@@ -200,12 +202,18 @@ static struct attn_task make_task(const struct job *job, const struct entry *e, 
         .hi = hi,
         .args = a,
         .table = a->block_tables + e->seq * a->table_stride,
-        .key = (const char *)a->kv_cache + (a->key_offset + head_elements) * bytes,
-        .value = (const char *)a->kv_cache + (a->value_offset + head_elements) * bytes,
-        .query = (const char *)a->query + (e->first_token * a->query_stride + row) * bytes,
-        .out = (char *)a->out + (e->first_token * a->out_stride + row) * bytes,
-        .block_bytes = a->block_stride * bytes,
-        .row_bytes = (int64_t)a->head_dim * bytes,
+        .key = (const char *)a->kv_cache + (a->key_offset + head_elements) * kv_bytes,
+        .value = (const char *)a->kv_cache + (a->value_offset + head_elements) * kv_bytes,
+        .key_scale = a->kv_scales ? a->kv_scales + a->key_scale_offset + head_scales : NULL,
+        .value_scale = a->kv_scales ? a->kv_scales + a->value_scale_offset + head_scales : NULL,
+        .slopes = a->alibi ? a->alibi + first : NULL,
+        .adjusts = a->alibi || a->soft_cap > 0,
+        .special = a->alibi || a->soft_cap > 0 || a->kv_scales,
+        .query = (const char *)a->query +
+                 (e->first_token * a->query_stride + first * a->head_dim) * bytes,
+        .out = (char *)a->out + (e->first_token * a->out_stride + first * a->value_dim) * bytes,
+        .block_bytes = a->block_stride * kv_bytes,
+        .row_bytes = (int64_t)a->head_dim * kv_bytes,
         .query_token_bytes = a->query_stride * bytes,
         .out_token_bytes = a->out_stride * bytes,
         .num_rows = e->num_tokens * group,
@@ -227,11 +235,11 @@ static struct attn_state state_at(const struct job *job, float *base) {
 /* One thread's memory: two states and the scratch. All pieces are multiples of 64 bytes. */
 static char *make_scratch(const struct job *job, struct attn_scratch *s, float **states) {
     const size_t rows = (size_t)job->max_rows, dim = (size_t)job->args->head_dim;
-    const size_t padded = (size_t)job->padded_dim;
+    const size_t padded = (size_t)job->padded_dim, wide = (dim + 31) / 32 * 32;
     float **pieces[] = {&states[0],  &states[1], &s->query,     &s->keys,   &s->values, &s->wide,
                         &s->scores, &s->probs,  &s->lane_sums, &s->factors};
     const size_t floats[] = {rows * (padded + 2), rows * (padded + 2), rows * dim,
-                             dim * ATTN_TILE,     padded * ATTN_TILE,  padded * ATTN_TILE,
+                             dim * ATTN_TILE,     padded * ATTN_TILE,  wide * ATTN_TILE,
                              rows * ATTN_TILE,    rows * ATTN_TILE,    rows * 16,
                              rows};
     size_t total = 64, offsets[sizeof(floats) / sizeof(*floats)];
@@ -329,7 +337,7 @@ OCTAVO_EXPORT int64_t octavo_paged_attention(const struct attn_args *args) {
     if (bad) return bad + 8 * (int64_t)bad_seq;
     struct job job = {.args = args, .kernel = pick_kernel(args)};
     const int multiple = job.kernel->dim_multiple;
-    job.padded_dim = ceil_div(args->head_dim, multiple) * multiple;
+    job.padded_dim = ceil_div(args->value_dim, multiple) * multiple;
     int ok = plan(&job);
     if (ok && job.split) {
         const size_t states = (size_t)(job.num_entries * args->num_kv_heads);

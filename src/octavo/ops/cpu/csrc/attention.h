@@ -1,15 +1,21 @@
 /* Paged attention: what the driver (attention.c) hands to an instruction set's kernel.
  *
- * The cache is [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; a task is one
+ * The cache is [num_blocks, num_layers, planes, num_kv_heads, block_size, head_dim], the planes
+ * being keys and values, or one whose numbers from value_offset on are values; a task is one
  * (sequence, tile of query tokens, kv head). Its rows are query tokens x the query heads that
  * share the kv head: row r is token r / group, head r % group. For row q at position t over the
  * positions j of its window,
  *
  *     s_j = scale q.k_j,   out = sum_j exp(s_j - m) v_j / sum_j exp(s_j - m),   m = max_j s_j
  *
- * computed online over tiles of ATTN_TILE tokens. Positions are cut at multiples of ATTN_CHUNK;
+ * where a soft cap c makes s_j = c tanh(scale q.k_j / c) and ALiBi adds slope (j - t); computed
+ * online over tiles of ATTN_TILE tokens. Positions are cut at multiples of ATTN_CHUNK;
  * every chunk starts from an empty state and chunks are merged in order. So a row's result does
  * not depend on which threads computed its chunks nor on what else was in the batch.
+ *
+ * An int8 cache holds codes, and a float16 scale for each token's key and value of each head.
+ * Codes are widened while a tile is staged (to bf16 where that is what is multiplied: it holds
+ * them exactly); a key's scale multiplies its scores, a value's scale its probabilities.
  */
 #ifndef OCTAVO_ATTENTION_H
 #define OCTAVO_ATTENTION_H
@@ -36,20 +42,25 @@ struct attn_args {
     const int32_t *block_tables;
     const int32_t *seq_lens;
     const int32_t *query_start_loc;
+    const float *alibi;        /* [num_heads] slopes, or null */
+    const uint16_t *kv_scales; /* float16 [num_blocks, ... block_size] of an int8 cache, or null */
     int64_t out_stride, query_stride; /* between tokens */
     int64_t table_stride;             /* between sequences */
     int64_t num_blocks, block_stride; /* block_stride: between blocks of the cache */
     int64_t key_offset, value_offset; /* of the layer's first key and value in a block */
+    int64_t scale_stride, key_scale_offset, value_scale_offset; /* the same of kv_scales */
     int32_t num_tokens, num_seqs, max_blocks;
-    int32_t num_heads, num_kv_heads, head_dim, block_size;
-    int32_t sliding_window, dtype, num_threads;
-    float scale;
+    int32_t num_heads, num_kv_heads, head_dim, value_dim, block_size;
+    int32_t sliding_window, dtype, kv_dtype, num_threads; /* kv_dtype: dtype or OCTAVO_I8 */
+    float scale, soft_cap;
 };
 
 struct attn_task {
     const struct attn_args *args;
     const int32_t *table;       /* the sequence's block ids */
     const char *key, *value;    /* of this layer and head in block 0 */
+    const uint16_t *key_scale, *value_scale; /* likewise, of an int8 cache */
+    const float *slopes;        /* of this head's query heads, or null */
     const char *query;          /* of the first row */
     char *out;
     int64_t block_bytes, row_bytes, query_token_bytes, out_token_bytes;
@@ -57,6 +68,8 @@ struct attn_task {
     int32_t first_pos;          /* position of the first query token */
     int32_t padded_dim;         /* floats of one accumulator row */
     int32_t window;             /* INT32_MAX: none */
+    int32_t adjusts;            /* whether there are a soft cap or slopes */
+    int32_t special;            /* whether there are those, or scales */
     int32_t lo, hi;             /* positions that the rows attend to, together */
     const struct attn_task *next; /* what this thread does afterwards, or null */
 };
@@ -64,10 +77,14 @@ struct attn_task {
 /* Scratch of one thread, carved from one allocation of make_scratch(). */
 struct attn_scratch {
     const char *key_rows[ATTN_TILE], *value_rows[ATTN_TILE]; /* of this tile */
+    /* of this tile of an int8 cache */
+    float key_scales[ATTN_TILE] __attribute__((aligned(64)));
+    float value_scales[ATTN_TILE] __attribute__((aligned(64)));
     float *query;        /* [rows][head_dim], in the type the kernel multiplies */
     float *keys;         /* staged tile, transposed: [head_dim][ATTN_TILE], or pairs of bf16 */
     float *values;       /* staged tile: [ATTN_TILE][padded_dim], or pairs of bf16 */
-    float *wide;         /* [ATTN_TILE][padded_dim] keys as float before transposing */
+    float *wide;         /* [ATTN_TILE][head_dim, padded] keys as float before transposing; or
+                            keys of an int8 cache as bf16 */
     float *scores;       /* [rows][ATTN_TILE] */
     float *probs;        /* [rows][ATTN_TILE] bf16 kernel only; else written over scores */
     float *lane_sums;    /* [rows][16] */
@@ -117,6 +134,37 @@ static void attn_gather(const struct attn_task *task, int start, int lo, int hi,
     for (; i < ATTN_TILE; i++) keys[i] = values[i] = zeros;
 }
 
+/* The scales of the same tokens of an int8 cache; 0 outside [lo, hi). */
+static void attn_gather_scales(const struct attn_task *task, int start, int lo, int hi,
+                               uint16_t *keys, uint16_t *values) {
+    const int block_size = task->args->block_size;
+    int at = start > lo ? start : lo;
+    const int end = start + ATTN_TILE < hi ? start + ATTN_TILE : hi;
+    if (end - at < ATTN_TILE) {
+        __builtin_memset(keys, 0, 2 * ATTN_TILE);
+        __builtin_memset(values, 0, 2 * ATTN_TILE);
+    }
+    while (at < end) {
+        const int slot = at % block_size;
+        const int count = block_size - slot < end - at ? block_size - slot : end - at;
+        const int64_t base = task->table[at / block_size] * task->args->scale_stride + slot;
+        __builtin_memcpy(keys + at - start, task->key_scale + base, (size_t)count * 2);
+        __builtin_memcpy(values + at - start, task->value_scale + base, (size_t)count * 2);
+        at += count;
+    }
+}
+
+/* Fetches those of the task's next tile. */
+static void attn_prefetch_scales(const struct attn_task *task, int start) {
+    const int block_size = task->args->block_size;
+    const int end = start + 2 * ATTN_TILE < task->hi ? start + 2 * ATTN_TILE : task->hi;
+    for (int at = start + ATTN_TILE; at < end; at += block_size - at % block_size) {
+        const int64_t base = task->table[at / block_size] * task->args->scale_stride;
+        __builtin_prefetch(task->key_scale + base + at % block_size);
+        __builtin_prefetch(task->value_scale + base + at % block_size);
+    }
+}
+
 /* Fetches the keys and values of half a tile, `ahead` tokens after token start of the task, or
  * from the beginning of the next task if this one ends before. Misses dominate decoding, and the
  * hardware cannot guess the next block. Two calls a tile, because a core tracks few misses. */
@@ -155,7 +203,7 @@ OCTAVO_INLINE const char *attn_query_row(const struct attn_task *t, int r, int e
 
 OCTAVO_INLINE char *attn_out_row(const struct attn_task *t, int r, int element_bytes) {
     return t->out + r / t->group * t->out_token_bytes +
-           (int64_t)(r % t->group) * t->args->head_dim * element_bytes;
+           (int64_t)(r % t->group) * t->args->value_dim * element_bytes;
 }
 
 /* The positions row r attends to: [*lo, *hi). */

@@ -54,7 +54,7 @@ static void amx_begin(const struct attn_task *t, struct attn_scratch *s) {
 static void amx_scores(const struct attn_task *t, struct attn_scratch *s, const char *low,
                        const char *high) {
     const int pairs = t->args->head_dim / 2, groups = (t->num_rows + 15) / 16;
-    const size_t stride = (size_t)t->row_bytes;
+    const size_t stride = (size_t)t->args->head_dim * 2;
     const uint32_t *query = (const uint32_t *)s->query;
     for (int g = 0; g < groups; g++) {
         _tile_zero(TILE_SCORES_LOW);
@@ -91,8 +91,8 @@ OCTAVO_INLINE void amx_columns(const float *in, vf out[4]) {
     out[3] = (vf)_mm512_unpackhi_pd(b1, b3);
 }
 
-static void amx_softmax(const struct attn_task *t, struct attn_scratch *s, int start, int masked,
-                        float *max) {
+OCTAVO_INLINE void amx_softmax_rows(const struct attn_task *t, struct attn_scratch *s, int start,
+                                    int masked, float *max, const int special) {
     for (int r = 0; r < t->num_rows; r += 4) {
         const float *in = s->scores + r / 16 * 16 * ATTN_TILE + r % 16;
         vf low[4], high[4];
@@ -101,8 +101,16 @@ static void amx_softmax(const struct attn_task *t, struct attn_scratch *s, int s
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++)
             if (r + i < t->num_rows)
-                bf16_softmax_row(t, s, r + i, start, masked, low[i], high[i], max);
+                bf16_softmax_row(t, s, r + i, start, masked, low[i], high[i], max, special);
     }
+}
+
+static void amx_softmax(const struct attn_task *t, struct attn_scratch *s, int start, int masked,
+                        float *max) {
+    if (t->special)
+        amx_softmax_rows(t, s, start, masked, max, 1);
+    else
+        amx_softmax_rows(t, s, start, masked, max, 0);
 }
 
 /* acc = factors acc + probs values. */
@@ -130,6 +138,7 @@ static void amx_output(const struct attn_task *t, struct attn_scratch *s, float 
 /* The 16 keys from token start: where they lie, or gathered into s->keys. */
 static const char *amx_keys(const struct attn_task *t, struct attn_scratch *s, const char **rows,
                             int start, int lo, int hi, int half) {
+    if (t->key_scale) return rows[0]; /* all rows were staged */
     if (t->args->block_size % 16 == 0 && start >= lo && start + 16 <= hi) return rows[0];
     char *out = (char *)s->keys + half * 16 * t->row_bytes;
     for (int i = 0; i < 16; i++)
@@ -149,12 +158,12 @@ static void amx_chunk(const struct attn_task *t, struct attn_scratch *s, int lo,
 
     const int first = lo / ATTN_TILE * ATTN_TILE;
     for (int start = first; start < hi; start += ATTN_TILE) {
-        attn_gather(t, start, lo, hi, s->key_rows, s->value_rows);
+        bf16_gather(t, s, start, lo, hi);
         attn_prefetch(t, start, ATTN_AHEAD, 0);
         amx_scores(t, s, amx_keys(t, s, s->key_rows, start, lo, hi, 0),
                    amx_keys(t, s, s->key_rows + 16, start + 16, lo, hi, 1));
         attn_prefetch(t, start, ATTN_AHEAD, 1);
-        bf16_interleave(s->value_rows, t->args->head_dim, padded, (uint32_t *)s->values);
+        bf16_values(t, s, (uint32_t *)s->values);
         amx_softmax(t, s, start, start < last_lo || start + ATTN_TILE > first_hi, state.max);
         amx_output(t, s, state.acc);
     }

@@ -9,6 +9,8 @@
  * finish puts them in order.
  */
 
+#include "attention_scores.h"
+
 enum { BF16_ROW_BLOCK = 8 };
 
 /* C = (factors ? factors * C : 0) + A B over k pairs, rows <= 8 and vectors <= 2 constants. */
@@ -105,13 +107,77 @@ static void bf16_interleave(const char *const *rows, int dim, int padded_dim, ui
         }
 }
 
+OCTAVO_INLINE __m512i bf16_widen(__m256i codes) {
+    const __m512i low = _mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes));
+    const __m512i high = _mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1));
+    return (__m512i)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low));
+}
+
+/* Codes of an int8 cache as bf16, one row behind the other; rows are then these. */
+static void bf16_from_codes(const char **rows, int dim, uint16_t *out) {
+    const int rest = dim % 32;
+    const __mmask32 mask = (1u << rest) - 1;
+    for (int i = 0; i < ATTN_TILE; i++, out += dim) {
+        const char *row = rows[i];
+        int d = 0;
+        for (; d + 32 <= dim; d += 32)
+            _mm512_storeu_si512(out + d, bf16_widen(_mm256_loadu_si256((const void *)(row + d))));
+        if (rest)
+            _mm512_mask_storeu_epi16(out + d, mask,
+                                     bf16_widen(_mm256_maskz_loadu_epi8(mask, row + d)));
+        rows[i] = (const char *)out;
+    }
+}
+
+/* bf16_interleave of codes. */
+static void bf16_interleave_codes(const char *const *rows, int dim, int padded_dim,
+                                  uint32_t *out) {
+    for (int i = 0; i < ATTN_TILE; i += 2, out += padded_dim)
+        for (int d = 0; d < dim; d += 32) {
+            const __mmask32 mask = dim - d >= 32 ? 0xffffffffu : (1u << (dim - d)) - 1;
+            const __m512i a = bf16_widen(_mm256_maskz_loadu_epi8(mask, rows[i] + d));
+            const __m512i b = bf16_widen(_mm256_maskz_loadu_epi8(mask, rows[i + 1] + d));
+            _mm512_store_si512(out + d, _mm512_unpacklo_epi16(a, b));
+            _mm512_store_si512(out + d + 16, _mm512_unpackhi_epi16(a, b));
+        }
+}
+
+/* The tile's values as pairs. */
+static void bf16_values(const struct attn_task *t, const struct attn_scratch *s, uint32_t *out) {
+    if (t->key_scale)
+        bf16_interleave_codes(s->value_rows, t->args->value_dim, t->padded_dim, out);
+    else
+        bf16_interleave(s->value_rows, t->args->value_dim, t->padded_dim, out);
+}
+
+/* The tile's rows and, of an int8 cache, scales; codes of keys become bf16. */
+static void bf16_gather(const struct attn_task *t, struct attn_scratch *s, int start, int lo,
+                        int hi) {
+    attn_gather(t, start, lo, hi, s->key_rows, s->value_rows);
+    if (!t->key_scale) return;
+    FN(tile_scales)(t, s, start, lo, hi);
+    bf16_from_codes(s->key_rows, t->args->head_dim, (uint16_t *)s->wide);
+}
+
 /* Online softmax of row r over one tile, given its 32 products q.k: probs become pairs of bf16
- * against the row's new maximum, factors how much the maximum's growth leaves of older sums. */
+ * against the row's new maximum, factors how much the maximum's growth leaves of older sums.
+ * special: a constant, whether there may be scales, a soft cap or slopes. */
 OCTAVO_INLINE void bf16_softmax_row(const struct attn_task *t, struct attn_scratch *s, int r,
-                                    int start, int masked, vf x0, vf x1, float *max) {
+                                    int start, int masked, vf x0, vf x1, float *max,
+                                    const int special) {
+    const int scaled = special && t->key_scale;
     const float scale = t->args->scale * ATTN_LOG2E;
     x0 *= scale;
     x1 *= scale;
+    if (scaled) {
+        x0 *= FN(load)(s->key_scales);
+        x1 *= FN(load)(s->key_scales + 16);
+    }
+    if (special && t->adjusts) {
+        const int from = start - t->first_pos - r / t->group;
+        x0 = FN(adjusted)(t, r % t->group, from, x0);
+        x1 = FN(adjusted)(t, r % t->group, from + 16, x1);
+    }
     if (masked) {
         int lo, hi;
         attn_row_range(t, r, &lo, &hi);
@@ -126,8 +192,13 @@ OCTAVO_INLINE void bf16_softmax_row(const struct attn_task *t, struct attn_scrat
     const float old = max[r], highest = FN(max)(FN(vmax)(x0, x1));
     const float now = highest > old ? highest : old;
     const vf p0 = FN(exp2)(x0 - now), p1 = FN(exp2)(x1 - now);
+    vf w0 = p0, w1 = p1;
+    if (scaled) {
+        w0 *= FN(load)(s->value_scales);
+        w1 *= FN(load)(s->value_scales + 16);
+    }
     _mm512_store_si512(s->probs + r * (ATTN_TILE / 2),
-                       (__m512i)_mm512_cvtne2ps_pbh((__m512)p1, (__m512)p0));
+                       (__m512i)_mm512_cvtne2ps_pbh((__m512)w1, (__m512)w0));
     const float factor = now == old ? 1.0f : FN(exp2)(FN(set1)(old - now))[0];
     float *lanes = s->lane_sums + r * 16;
     FN(store)(lanes, FN(load)(lanes) * factor + (p0 + p1));
@@ -135,12 +206,20 @@ OCTAVO_INLINE void bf16_softmax_row(const struct attn_task *t, struct attn_scrat
     max[r] = now;
 }
 
-static void bf16_softmax(const struct attn_task *t, struct attn_scratch *s, int start, int masked,
-                         float *max) {
+OCTAVO_INLINE void bf16_softmax_rows(const struct attn_task *t, struct attn_scratch *s, int start,
+                                     int masked, float *max, const int special) {
     for (int r = 0; r < t->num_rows; r++) {
         const float *row = s->scores + r * ATTN_TILE;
-        bf16_softmax_row(t, s, r, start, masked, FN(load)(row), FN(load)(row + 16), max);
+        bf16_softmax_row(t, s, r, start, masked, FN(load)(row), FN(load)(row + 16), max, special);
     }
+}
+
+static void bf16_softmax(const struct attn_task *t, struct attn_scratch *s, int start, int masked,
+                         float *max) {
+    if (t->special)
+        bf16_softmax_rows(t, s, start, masked, max, 1);
+    else
+        bf16_softmax_rows(t, s, start, masked, max, 0);
 }
 
 static void bf16_begin(const struct attn_task *t, struct attn_scratch *s) {
@@ -163,14 +242,14 @@ static void bf16_chunk(const struct attn_task *t, struct attn_scratch *s, int lo
 
     const int first = lo / ATTN_TILE * ATTN_TILE;
     for (int start = first; start < hi; start += ATTN_TILE) {
-        attn_gather(t, start, lo, hi, s->key_rows, s->value_rows);
+        bf16_gather(t, s, start, lo, hi);
         attn_prefetch(t, start, ATTN_AHEAD, 0);
         bf16_transpose(s->key_rows, dim, keys);
         bf16_multiply(rows, ATTN_TILE, query, dim / 2, keys, ATTN_TILE, dim / 2, s->scores,
                       ATTN_TILE, 0);
         attn_prefetch(t, start, ATTN_AHEAD, 1);
         bf16_softmax(t, s, start, start < last_lo || start + ATTN_TILE > first_hi, state.max);
-        bf16_interleave(s->value_rows, dim, padded, values);
+        bf16_values(t, s, values);
         bf16_multiply(rows, padded, probs, ATTN_TILE / 2, values, padded, ATTN_TILE / 2,
                       state.acc, padded, s->factors);
     }
@@ -178,7 +257,7 @@ static void bf16_chunk(const struct attn_task *t, struct attn_scratch *s, int lo
 }
 
 static void bf16_finish(const struct attn_task *t, struct attn_state state) {
-    const int dim = t->args->head_dim;
+    const int dim = t->args->value_dim;
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     for (int r = 0; r < t->num_rows; r++) {
         const float *acc = state.acc + (int64_t)r * t->padded_dim;

@@ -1,9 +1,21 @@
 /* Paged attention in float32 for one vector width; included between vec.h and vec_end.h.
  *
- * bf16 caches are widened while a tile is staged. Both products run through one micro-kernel,
- * C[rows][vectors] (+)= A[rows][k] B[k][vectors], whose sums run over k in order whatever the
- * number of rows, so that a row's result does not depend on its neighbours.
+ * bf16 and int8 caches are widened while a tile is staged. Both products run through one
+ * micro-kernel, C[rows][vectors] (+)= A[rows][k] B[k][vectors], whose sums run over k in order
+ * whatever the number of rows, so that a row's result does not depend on its neighbours.
  */
+
+#include "attention_scores.h"
+
+OCTAVO_INLINE vf FN(load_codes)(const int8_t *p) {
+#if VW == 16
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)));
+#elif VW == 8
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p)));
+#else
+    return (vf){p[0], p[1], p[2], p[3]};
+#endif
+}
 
 #if VW == 16
 #define ROW_BLOCK 8
@@ -128,6 +140,11 @@ static void FN(widen)(const char *const *rows, int dtype, int dim, int padded_di
             const float *row = (const float *)rows[i];
             for (; d + VW <= dim; d += VW) FN(store)(out + d, FN(load)(row + d));
             for (; d < dim; d++) out[d] = row[d];
+        } else if (dtype == OCTAVO_I8) {
+            const int8_t *row = (const int8_t *)rows[i];
+            for (; d + VW <= dim; d += VW)
+                FN(store)(out + d, FN(load_codes)(row + d));
+            for (; d < dim; d++) out[d] = row[d];
         } else {
             const uint16_t *row = (const uint16_t *)rows[i];
             for (; d + VW <= dim; d += VW) FN(store)(out + d, FN(load_bf16)(row + d));
@@ -154,14 +171,22 @@ static void FN(begin)(const struct attn_task *t, struct attn_scratch *s) {
 }
 
 /* Online softmax of one tile: scores become probabilities against the rows' new maxima, factors
- * say how much the growth of a maximum shrinks what was summed before. */
-static void FN(softmax)(const struct attn_task *t, struct attn_scratch *s, int start, int masked,
-                        float *max) {
+ * say how much the growth of a maximum shrinks what was summed before. special: a constant. */
+OCTAVO_INLINE void FN(softmax_rows)(const struct attn_task *t, struct attn_scratch *s, int start,
+                                    int masked, float *max, const int special) {
     enum { N = ATTN_TILE / VW };
+    const int scaled = special && t->key_scale;
     for (int r = 0; r < t->num_rows; r++) {
         float *row = s->scores + r * ATTN_TILE;
         vf x[N];
         for (int j = 0; j < N; j++) x[j] = FN(load)(row + j * VW);
+        if (scaled)
+            for (int j = 0; j < N; j++) x[j] *= FN(load)(s->key_scales + j * VW);
+        if (special && t->adjusts) {
+            const int from = start - t->first_pos - r / t->group;
+            for (int j = 0; j < N; j++)
+                x[j] = FN(adjusted)(t, r % t->group, from + j * VW, x[j]);
+        }
         if (masked) {
             int lo, hi;
             attn_row_range(t, r, &lo, &hi);
@@ -179,7 +204,7 @@ static void FN(softmax)(const struct attn_task *t, struct attn_scratch *s, int s
         vf sum = {0};
         for (int j = 0; j < N; j++) {
             const vf p = FN(exp2)(x[j] - now);
-            FN(store)(row + j * VW, p);
+            FN(store)(row + j * VW, scaled ? p * FN(load)(s->value_scales + j * VW) : p);
             sum += p;
         }
         const float factor = now == old ? 1.0f : FN(exp2)(FN(set1)(old - now))[0];
@@ -190,13 +215,22 @@ static void FN(softmax)(const struct attn_task *t, struct attn_scratch *s, int s
     }
 }
 
+static void FN(softmax)(const struct attn_task *t, struct attn_scratch *s, int start, int masked,
+                        float *max) {
+    if (t->special)
+        FN(softmax_rows)(t, s, start, masked, max, 1);
+    else
+        FN(softmax_rows)(t, s, start, masked, max, 0);
+}
+
 static void FN(chunk)(const struct attn_task *t, struct attn_scratch *s, int lo, int hi,
                       struct attn_state state) {
-    const int dim = t->args->head_dim, padded = t->padded_dim, dtype = t->args->dtype;
-    const int rows = t->num_rows;
+    const int dim = t->args->head_dim, value_dim = t->args->value_dim;
+    const int padded = t->padded_dim, key_padded = (dim + VW - 1) / VW * VW;
+    const int dtype = t->args->kv_dtype, rows = t->num_rows;
     const float *key_rows[ATTN_TILE], *value_rows[ATTN_TILE], *transposed[ATTN_MAX_DIM];
     for (int i = 0; i < ATTN_TILE; i++) {
-        key_rows[i] = s->wide + i * padded;
+        key_rows[i] = s->wide + i * key_padded;
         value_rows[i] = s->values + i * padded;
     }
     for (int d = 0; d < dim; d++) transposed[d] = s->keys + d * ATTN_TILE;
@@ -210,19 +244,21 @@ static void FN(chunk)(const struct attn_task *t, struct attn_scratch *s, int lo,
     const int first = lo / ATTN_TILE * ATTN_TILE;
     for (int start = first; start < hi; start += ATTN_TILE) {
         attn_gather(t, start, lo, hi, s->key_rows, s->value_rows);
+        if (dtype == OCTAVO_I8)
+            FN(tile_scales)(t, s, start, lo, hi);
         attn_prefetch(t, start, ATTN_AHEAD, 0);
         const float *const *keys = (const float *const *)s->key_rows;
         const float *const *values = (const float *const *)s->value_rows;
         if (dtype != OCTAVO_F32) {
-            FN(widen)(s->key_rows, dtype, dim, padded, s->wide);
+            FN(widen)(s->key_rows, dtype, dim, key_padded, s->wide);
             keys = key_rows;
         }
         FN(transpose)(keys, dim, s->keys);
         FN(multiply)(rows, ATTN_TILE, s->query, dim, transposed, dim, s->scores, ATTN_TILE, 0);
         attn_prefetch(t, start, ATTN_AHEAD, 1);
         FN(softmax)(t, s, start, start < last_lo || start + ATTN_TILE > first_hi, state.max);
-        if (dtype != OCTAVO_F32 || padded != dim) {
-            FN(widen)(s->value_rows, dtype, dim, padded, s->values);
+        if (dtype != OCTAVO_F32 || padded != value_dim) {
+            FN(widen)(s->value_rows, dtype, value_dim, padded, s->values);
             values = value_rows;
         }
         FN(multiply)(rows, padded, s->scores, ATTN_TILE, values, ATTN_TILE, state.acc, padded,
@@ -247,7 +283,7 @@ static void FN(merge)(const struct attn_task *t, struct attn_state into, struct 
 }
 
 static void FN(finish)(const struct attn_task *t, struct attn_state state) {
-    const int dim = t->args->head_dim;
+    const int dim = t->args->value_dim;
     for (int r = 0; r < t->num_rows; r++) {
         const float *acc = state.acc + (int64_t)r * t->padded_dim;
         const float inverse = 1.0f / state.sum[r];

@@ -14,7 +14,7 @@ struct norm_args {
     const void *weight;
     int64_t out_stride, x_stride, residual_stride;
     int64_t num_tokens, width;
-    int32_t dtype, num_threads;
+    int32_t dtype, num_threads, wide_weight; /* wide_weight: float32 whatever x is */
     float eps;
 };
 
@@ -26,19 +26,31 @@ struct silu_args {
     int32_t dtype, num_threads;
 };
 
+struct add_args {
+    void *x;
+    const void *y; /* or null */
+    int64_t x_stride, y_stride;
+    int64_t num_tokens, width;
+    int32_t dtype, num_threads;
+    float x_scale, y_scale;
+};
+
 struct rope_args {
     void *query, *key;
-    const void *value;
+    const void *value; /* or null: the cache has one plane */
     const void *positions;
-    const float *cos_sin;
+    const float *cos_sin; /* or null: nothing is rotated */
     const int64_t *slot_mapping;
     void *kv_cache;
+    uint16_t *kv_scales;             /* float16, of an int8 cache; or null */
     const void *q_weight, *k_weight; /* or null */
     int64_t query_stride, key_stride, value_stride;
     int64_t num_tokens, max_positions;
     int64_t num_blocks, block_stride, key_offset, value_offset;
+    int64_t scale_stride, key_scale_offset, value_scale_offset; /* the same of kv_scales */
     int32_t num_heads, num_kv_heads, head_dim, rotary_dim, block_size;
     int32_t dtype, wide_positions, num_threads; /* wide_positions: int64, not int32 */
+    int32_t interleaved, wide_weights;
     float eps;
 };
 
@@ -122,11 +134,17 @@ OCTAVO_EXPORT int64_t octavo_silu_and_mul(const struct silu_args *a) {
     return OK;
 }
 
+OCTAVO_EXPORT int64_t octavo_add_scaled(const struct add_args *a) {
+    for_rows(PICK(add_rows), a, a->num_tokens, 2 * a->width, a->num_threads);
+    return OK;
+}
+
 /* Returns 0, or what is wrong + 8 x the token it is wrong about; then nothing was written. */
 OCTAVO_EXPORT int64_t octavo_rope_and_cache(const struct rope_args *a) {
     for (int64_t t = 0; t < a->num_tokens; t++) {
         const int64_t position = rope_position(a, t);
-        if (position < 0 || position >= a->max_positions) return BAD_POSITION + 8 * t;
+        if (a->cos_sin && (position < 0 || position >= a->max_positions))
+            return BAD_POSITION + 8 * t;
         if (a->slot_mapping[t] >= a->num_blocks * a->block_size) return BAD_SLOT + 8 * t;
     }
     const int64_t elements = (int64_t)(a->num_heads + 2 * a->num_kv_heads) * a->head_dim;
