@@ -24,11 +24,19 @@ def llama(
     return config | other
 
 
+AWQ = {
+    "quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm",
+}  # fmt: skip
+"""`quantization_config` of a checkpoint with weights of 4 bits."""
+
 MODELS = {
     "tiny": llama(64, 96, 2, 4, 2, 16, 320, True),
     "smol135m": llama(576, 1536, 30, 9, 3, 64, 49152, True),
     "llama1b": llama(2048, 8192, 16, 32, 8, 64, 128256, True),
     "llama8b": llama(4096, 14336, 32, 32, 8, 128, 128256, False),
+    "llama8b-awq": llama(
+        4096, 14336, 32, 32, 8, 128, 128256, False, quantization_config=AWQ
+    ),
     "llama2-13b": llama(
         5120, 13824, 40, 40, 40, 128, 32000, False,
         max_position_embeddings=4096, rope_theta=10000.0,

@@ -154,6 +154,7 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
         "gpu_memory_utilization": args.memory, "kv_policy": args.kv_policy,
         "kv_cache_dtype": args.kv_cache_dtype, "enforce_eager": args.eager,
         "attention_backend": args.backend, "block_size": args.block_size, "device": args.device,
+        "quantization": args.quantization,
     }  # fmt: skip
     if args.device == "cpu":
         del options["gpu_memory_utilization"]
@@ -279,6 +280,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     one.add_argument("--no-stream", action="store_true", help="leave the single stream out")
     one.add_argument("--dtype", default="bfloat16")
     one.add_argument("--device", default="auto")
+    one.add_argument("--quantization", help="fp8: weights are rounded to it; none: expanded")
     one.add_argument("--max-num-seqs", type=int)
     one.add_argument("--max-num-batched-tokens", type=int)
     one.add_argument("--num-gpu-blocks-override", type=int)

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from octavo.ops import reference
 from octavo.ops.cpu import gemm, native
 
 BF16 = torch.bfloat16
@@ -113,21 +114,26 @@ def test_linear_is_the_product(
 
 @needs_kernel
 @fuzz
-@given(shape=shapes, bias=st.booleans(), seed=st.integers(0, 2**30))
-def test_gate_up_fuses_silu_and_product(
-    level: str, shape: tuple[int, int, int], bias: bool, seed: int
+@given(
+    shape=shapes,
+    bias=st.booleans(),
+    activation=st.sampled_from(gemm.GATED),
+    seed=st.integers(0, 2**30),
+)
+def test_gate_up_fuses_activation_and_product(
+    level: str, shape: tuple[int, int, int], bias: bool, activation: str, seed: int
 ) -> None:
     m, n, k = shape
     g = torch.Generator().manual_seed(seed)
     x, gate, up = normal(g, m, k), normal(g, n, k), normal(g, n, k)
     b = torch.randn(2 * n, generator=g) if bias else None
     out = torch.full((m, n), float("nan"), dtype=BF16)
-    gemm.linear_silu_mul(x, gemm.pack_gate_up(gate, up, b), out)
+    gemm.linear_gated(x, gemm.pack_gate_up(gate, up, b, activation), out)
     both = x.double() @ torch.cat((gate, up)).double().T
     if b is not None:
         both += b
     a, c = both.split(n, dim=1)
-    exact = torch.nn.functional.silu(a) * c
+    exact = reference.activation(a, activation) * c
     atol = 1e-4 * k**0.5 * (1 + k**0.5 / 4)
     torch.testing.assert_close(out.double(), exact, rtol=5e-3, atol=atol)
 
@@ -140,13 +146,13 @@ def test_rows_do_not_depend_on_the_batch(level: str, k: int) -> None:
     packed = gemm.pack(weight)
     full = gemm.linear(x, packed, residual=residual)
     gated = gemm.pack_gate_up(weight[:100], weight[100:])
-    full_gated = gemm.linear_silu_mul(x, gated)
+    full_gated = gemm.linear_gated(x, gated)
     for m in (1, 2, 4, 7, 8, 12, 13, 16, 17, 32, 33, 49, 64, 65, 97, 200, 513):
         first = (37 * m) % (1100 - m)
         rows = slice(first, first + m)
         out = residual[rows].clone()
         assert torch.equal(gemm.linear(x[rows], packed, out, out), full[rows])
-        assert torch.equal(gemm.linear_silu_mul(x[rows], gated), full_gated[rows])
+        assert torch.equal(gemm.linear_gated(x[rows], gated), full_gated[rows])
 
 
 @needs_kernel
@@ -179,7 +185,7 @@ def test_silu_of_extreme_gates(level: str) -> None:
     gates = torch.tensor([-3e38, -1000.0, -90.0, -1.0, 0.0, 1.0, 90.0, 1000.0, 3e38, float("nan")])
     gate = gates.to(BF16).unsqueeze(1) * torch.tensor([[1.0, 0.0]], dtype=BF16)
     up = torch.ones_like(gate)
-    result = gemm.linear_silu_mul(torch.ones(1, 2, dtype=BF16), gemm.pack_gate_up(gate, up))[0]
+    result = gemm.linear_gated(torch.ones(1, 2, dtype=BF16), gemm.pack_gate_up(gate, up))[0]
     exact = torch.nn.functional.silu(gate[:, 0].double()) * 2
     torch.testing.assert_close(result[:8].double(), exact[:8], rtol=1e-2, atol=1e-30)
     assert result[8] == float("inf") or result[8] > 3e38
@@ -279,7 +285,8 @@ def test_refusals_name_the_argument() -> None:
         (TypeError, "out_dtype", lambda: gemm.linear(x, packed, out_dtype=torch.float16)),
         (ValueError, "residual", lambda: gemm.linear(x, packed, residual=torch.ones(2, 10))),
         (ValueError, "pack_gate_up", lambda: gemm.linear(x, gate_up)),
-        (ValueError, "pack_gate_up", lambda: gemm.linear_silu_mul(x, packed)),
+        (ValueError, "pack_gate_up", lambda: gemm.linear_gated(x, packed)),
+        (ValueError, "activation", lambda: gemm.pack_gate_up(weight, weight, None, "relu")),
         (ValueError, "pack_gate_up", lambda: gemm.embedding(gate_up, torch.tensor([0]))),
         (TypeError, "ids", lambda: gemm.embedding(packed, torch.tensor([0.0]))),
     ):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from octavo.ops.cpu import elementwise, gemm, native
+from octavo.ops.cpu.rope_cache import rope_and_cache
 from octavo.ops.cpu.trace import record
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="no library")
@@ -90,9 +91,7 @@ def test_replay_reports_a_failed_call() -> None:
     head, cos_sin = torch.ones(1, 1, 4), torch.ones(8, 4)
     position, slot = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     with record() as traces:
-        elementwise.rope_and_cache(
-            head, head.clone(), head.clone(), position, cos_sin, slot, cache, 0
-        )
+        rope_and_cache(head, head.clone(), head.clone(), position, cos_sin, slot, cache, 0)
     slot.fill_(99)  # beyond the pool
     with pytest.raises(RuntimeError, match="kernel call 0"):
         traces[0].replay()

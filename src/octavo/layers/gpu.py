@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.layers.embedding import TableEmbedding
 from octavo.layers.linear import TorchLinear
-from octavo.layers.norm import RMSNorm
+from octavo.layers.norm import LayerNorm, Norm, RMSNorm
 from octavo.ops.gpu import activation, embedding, norm
 from octavo.ops.gpu.row_linear import is_row_product, row_gated, row_linear
 
@@ -21,6 +21,15 @@ class GpuRMSNorm(RMSNorm):
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         """See `RMSNorm`."""
         return norm.rms_norm(x, self.weight, self.eps, out)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLayerNorm(LayerNorm):
+    """`LayerNorm` as one kernel."""
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        """See `LayerNorm`."""
+        return norm.layer_norm(x, self.weight, self.bias, self.eps, out)
 
 
 class GpuLinear(TorchLinear):
@@ -36,8 +45,8 @@ class GpuLinear(TorchLinear):
         torch.mm(x, self._transposed, out_dtype=out.dtype, out=out)
         return out if self.bias is None else out.add_(self.bias)
 
-    def normed(self, x: Tensor, norm: RMSNorm, buffer: Tensor, out: Tensor) -> Tensor:
-        if self._is_row(x):
+    def normed(self, x: Tensor, norm: Norm, buffer: Tensor, out: Tensor) -> Tensor:
+        if self._is_row(x) and isinstance(norm, RMSNorm):
             return row_linear(
                 x, self.weight, out, bias=self.bias, norm_weight=norm.weight, eps=norm.eps
             )
@@ -56,27 +65,35 @@ class GpuLinear(TorchLinear):
 
 
 class GpuGated:
-    """Gate and up as one matrix product, then silu and multiply; one row in one kernel."""
+    """Gate and up as one matrix product, then activation and multiply; with silu one row is one
+    kernel."""
 
     replayable = False
 
-    def __init__(self, gate: Tensor, up: Tensor, bias: Tensor | None) -> None:
+    def __init__(
+        self, gate: Tensor, up: Tensor, bias: Tensor | None, activation: str = "silu"
+    ) -> None:
         self._linear = GpuLinear(torch.cat((gate, up)), bias)
+        self._activation = activation
         self.num_bytes = self._linear.num_bytes
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         weight = self._linear.weight
-        if is_row_product(len(x), x.shape[1], x.dtype):
+        if self._is_row(x):
             return row_gated(x, weight, out, bias=self._linear.bias)
-        return activation.silu_and_mul(self._linear(x, x.new_empty((len(x), len(weight)))), out)
+        both = self._linear(x, x.new_empty((len(x), len(weight))))
+        return activation.gated(both, out, self._activation)
 
-    def normed(self, x: Tensor, norm: RMSNorm, buffer: Tensor, out: Tensor) -> Tensor:
+    def normed(self, x: Tensor, norm: Norm, buffer: Tensor, out: Tensor) -> Tensor:
         weight = self._linear.weight
-        if is_row_product(len(x), x.shape[1], x.dtype):
+        if self._is_row(x) and isinstance(norm, RMSNorm):
             return row_gated(
                 x, weight, out, bias=self._linear.bias, norm_weight=norm.weight, eps=norm.eps
             )
         return self(norm(x, buffer), out)
+
+    def _is_row(self, x: Tensor) -> bool:
+        return self._activation == "silu" and is_row_product(len(x), x.shape[1], x.dtype)
 
 
 class GpuEmbedding(TableEmbedding):

@@ -1,4 +1,5 @@
-"""Linear layers: plain torch, oneDNN with prepacked weights, or octavo's packed bf16 kernel.
+"""Linear layers: plain torch, oneDNN with prepacked weights, or octavo's packed bf16 kernel; of
+quantized weights in `quantized_cpu` and `quantized_gpu`.
 
 `make_linear` and `make_gated` pick by what the weights are and what the machine has. A layer takes
 its weight once, packs it, and lets the original go. Results go into buffers of the caller.
@@ -6,14 +7,16 @@ its weight once, packs it, and lets the original go. Results go into buffers of 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from octavo.layers.norm import RMSNorm
-from octavo.ops import reference
-from octavo.ops.cpu import elementwise, gemm
+from octavo.layers.activation import gated
+from octavo.layers.norm import Norm
+from octavo.layers.quantized import QuantizedWeight, Weight, join_rows
+from octavo.ops.cpu import gemm
 
 
 class Linear(Protocol):
@@ -28,7 +31,7 @@ class Linear(Protocol):
         """Into out, [num_tokens, out_features]: in x's dtype, or float32 (logits)."""
         ...
 
-    def normed(self, x: Tensor, norm: RMSNorm, buffer: Tensor, out: Tensor) -> Tensor:
+    def normed(self, x: Tensor, norm: Norm, buffer: Tensor, out: Tensor) -> Tensor:
         """The same for `norm(x)`; `buffer`, like x, may be written."""
         ...
 
@@ -38,7 +41,7 @@ class Linear(Protocol):
 
 
 class Gated(Protocol):
-    """`silu(x Wg^T + bg) * (x Wu^T + bu)`: the first half of a gated MLP."""
+    """`act(x Wg^T + bg) * (x Wu^T + bu)`: the first half of a gated MLP."""
 
     num_bytes: int
     replayable: bool
@@ -48,9 +51,16 @@ class Gated(Protocol):
         """[num_tokens, hidden_size] -> out, [num_tokens, intermediate_size]."""
         ...
 
-    def normed(self, x: Tensor, norm: RMSNorm, buffer: Tensor, out: Tensor) -> Tensor:
+    def normed(self, x: Tensor, norm: Norm, buffer: Tensor, out: Tensor) -> Tensor:
         """As `Linear.normed`."""
         ...
+
+
+def normed(
+    layer: Linear | Gated, x: Tensor, norm: Norm | None, buffer: Tensor, out: Tensor
+) -> Tensor:
+    """A layer of `norm(x)`, or of x where there is no norm; as `Linear.normed`."""
+    return layer(x, out) if norm is None else layer.normed(x, norm, buffer, out)
 
 
 class _Projection:
@@ -59,7 +69,7 @@ class _Projection:
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def normed(self, x: Tensor, norm: RMSNorm, buffer: Tensor, out: Tensor) -> Tensor:
+    def normed(self, x: Tensor, norm: Norm, buffer: Tensor, out: Tensor) -> Tensor:
         return self(norm(x, buffer), out)
 
 
@@ -128,38 +138,72 @@ class PackedLinear(_Projection):
         gemm.linear(x, self.packed, out=residual, residual=residual)
 
 
+class StackedLinear(_Projection):
+    """Layers whose results lie side by side: weights of different formats that have one input."""
+
+    def __init__(self, layers: Sequence[Linear], sizes: Sequence[int]) -> None:
+        self._layers, self._sizes = layers, list(sizes)
+        self.num_bytes = sum(layer.num_bytes for layer in layers)
+        self.replayable = all(layer.replayable for layer in layers)
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        for layer, part in zip(self._layers, out.split(self._sizes, dim=-1), strict=True):
+            layer(x, part)
+        return out
+
+    def add_to(self, x: Tensor, residual: Tensor) -> None:
+        for layer, part in zip(self._layers, residual.split(self._sizes, dim=-1), strict=True):
+            layer.add_to(x, part)
+
+
 class PlainGated(_Projection):
-    """Gate and up as one matrix product, then silu and multiply."""
+    """Gate and up as one matrix product, then activation and multiply."""
 
     replayable = False
 
-    def __init__(self, gate: Tensor, up: Tensor, bias: Tensor | None) -> None:
-        self._linear = _make_plain(torch.cat((gate, up)), bias)
-        self._width = len(gate)
+    def __init__(
+        self, gate: Tensor, up: Tensor, bias: Tensor | None, activation: str = "silu"
+    ) -> None:
+        both = torch.cat((gate, up))
+        self._linear = PackedLinear(both, bias) if _packs(both) else _make_plain(both, bias)
+        self._width, self._activation = len(gate), activation
         self.num_bytes = self._linear.num_bytes
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         both = self._linear(x, x.new_empty((len(x), 2 * self._width)))
-        if x.is_cpu:
-            return elementwise.silu_and_mul(both, out)
-        return out.copy_(reference.silu_and_mul(both))
+        return gated(both, self._activation, out)
 
 
 class PackedGated(_Projection):
-    """Gate and up interleaved in one packed weight, so that silu and multiply cost no pass."""
+    """Gate and up interleaved in one packed weight, so that activation and multiply cost no pass.
+
+    activation: one of `gemm.GATED`.
+    """
 
     replayable = True
 
-    def __init__(self, gate: Tensor, up: Tensor, bias: Tensor | None) -> None:
-        self._packed = gemm.pack_gate_up(gate, up, bias)
+    def __init__(
+        self, gate: Tensor, up: Tensor, bias: Tensor | None, activation: str = "silu"
+    ) -> None:
+        self._packed = gemm.pack_gate_up(gate, up, bias, activation)
         self.num_bytes = self._packed.num_bytes
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        return gemm.linear_silu_mul(x, self._packed, out)
+        return gemm.linear_gated(x, self._packed, out)
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """The fastest layer here for weight [out_features, in_features] and bias [out_features]."""
+def make_linear(weight: Weight, bias: Tensor | None = None, quantize: str | None = None) -> Linear:
+    """The fastest layer here for weight [out_features, in_features] and bias [out_features].
+
+    quantize: how to quantize a plain weight (`int8`, `fp8`); None leaves it as it is. A weight that
+    comes quantized stays so whatever it says.
+    """
+    if isinstance(weight, QuantizedWeight) or quantize is not None:
+        if weight.device.type == "cuda":
+            from octavo.layers.quantized_gpu import make_quantized_linear
+        else:
+            from octavo.layers.quantized_cpu import make_quantized_linear
+        return make_quantized_linear(weight, bias, quantize)
     if weight.is_cuda:
         from octavo.layers.gpu import GpuLinear
 
@@ -167,13 +211,65 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     return PackedLinear(weight, bias) if _packs(weight) else _make_plain(weight, bias)
 
 
-def make_gated(gate: Tensor, up: Tensor, bias: Tensor | None = None) -> Gated:
-    """The fastest gated layer for gate and up [intermediate, hidden]; bias is gate's, then up's."""
+def make_joined(
+    weights: Sequence[Weight], bias: Tensor | None = None, quantize: str | None = None
+) -> Linear:
+    """One layer of weights [out_features, in_features] one below the other; bias is of all rows.
+
+    Where their formats do not allow it they stay layers of their own, side by side.
+    """
+    joined = join_rows(weights)
+    if joined is not None:
+        return make_linear(joined, bias, quantize)
+    if all(
+        isinstance(weight, QuantizedWeight) and weight.device.type == "cpu" for weight in weights
+    ):
+        from octavo.layers.quantized_cpu import make_quantized_joined
+
+        layer = make_quantized_joined(weights, bias)
+        if layer is not None:
+            return layer
+    sizes = [weight.shape[0] for weight in weights]
+    biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+    layers = [make_linear(w, b, quantize) for w, b in zip(weights, biases, strict=True)]
+    return StackedLinear(layers, sizes)
+
+
+def make_gated(
+    gate: Weight,
+    up: Weight,
+    bias: Tensor | None = None,
+    activation: str = "silu",
+    quantize: str | None = None,
+) -> Gated:
+    """The fastest gated layer for gate and up [intermediate, hidden]; bias is gate's, then up's.
+
+    activation: one of `octavo.arch.ACTIVATIONS`; quantize: as for `make_linear`. If only one of
+    gate and up comes quantized, or they do so in different formats, the layer sees to it.
+    """
+    given = (gate, up)
+    if quantize is not None or any(isinstance(weight, QuantizedWeight) for weight in given):
+        if gate.device.type == "cuda":
+            from octavo.layers.quantized_gpu import make_quantized_gated
+        else:
+            from octavo.layers.quantized_cpu import make_quantized_gated
+        return make_quantized_gated(gate, up, bias, activation, quantize)
+    assert isinstance(gate, Tensor) and isinstance(up, Tensor)
     if gate.is_cuda:
         from octavo.layers.gpu import GpuGated
 
-        return GpuGated(gate, up, bias)
-    return PackedGated(gate, up, bias) if _packs(gate) else PlainGated(gate, up, bias)
+        return GpuGated(gate, up, bias, activation)
+    if activation in gemm.GATED and _packs(gate):
+        return PackedGated(gate, up, bias, activation)
+    return PlainGated(gate, up, bias, activation)
+
+
+def add_through(up: Gated | Linear, down: Linear, x: Tensor, norm: Norm, buffer: Tensor) -> bool:
+    """`x += down(up(norm(x)))` where the two layers do it in fewer passes than one after the other;
+    False where they do not, and nothing was done. buffer, like x, may be written."""
+    through: Callable[[Linear, Tensor, Norm, Tensor], bool] | None
+    through = getattr(up, "add_through", None)
+    return through is not None and through(down, x, norm, buffer)
 
 
 def _is_cpu_bf16(weight: Tensor) -> bool:

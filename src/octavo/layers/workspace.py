@@ -20,14 +20,20 @@ def workspace_bytes(
     )
 
 
+def has_branches(arch: ModelArch) -> bool:
+    """Whether what a sublayer computes is held before it is added to the residual stream."""
+    return arch.norm_placement != "pre" or arch.parallel_residual or arch.residual_scale != 1.0
+
+
 def _widths(arch: ModelArch) -> dict[str, int]:
     """Elements a token has in each buffer."""
     return {
         "hidden": arch.hidden_size,
         "normed": arch.hidden_size,
-        "qkv": (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim,
-        "attended": arch.num_heads * arch.head_dim,
-        "gated": arch.intermediate_size,
+        "branch": arch.hidden_size if has_branches(arch) else 0,
+        "qkv": 0 if arch.mla else (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim,
+        "attended": arch.num_heads * (arch.mla.v_head_dim if arch.mla else arch.head_dim),
+        "gated": max(arch.intermediate_size, arch.moe.shared_size if arch.moe else 0),
     }
 
 
@@ -53,13 +59,16 @@ class Workspace:
         }
         self.hidden = rows["hidden"]
         """The residual stream."""
+        self.branch = rows["branch"]
+        """What a sublayer is about to add to it; [num_tokens, 0] where it adds directly."""
         self.normed, self.qkv = rows["normed"], rows["qkv"]
         self.attended, self.gated = rows["attended"], rows["gated"]
         self.logits = torch.empty(
             (num_logit_rows, arch.vocab_size), dtype=torch.float32, device=device
         )
+        value_dim = arch.head_dim if arch.mla is None else arch.mla.kv_lora_rank
         self.partial = torch.empty(
-            (num_decode_items, arch.num_heads, arch.head_dim), dtype=torch.float32, device=device
+            (num_decode_items, arch.num_heads, value_dim), dtype=torch.float32, device=device
         )
         """What each piece of a decode's context attends to."""
         self.partial_lse = torch.empty(
@@ -70,5 +79,7 @@ class Workspace:
     @property
     def num_bytes(self) -> int:
         """Memory of all buffers but the logits."""
-        buffers = (self.hidden, self.normed, self.qkv, self.attended, self.gated)
+        buffers = (
+            self.hidden, self.branch, self.normed, self.qkv, self.attended, self.gated
+        )  # fmt: skip
         return sum(b.nbytes for b in (*buffers, self.partial, self.partial_lse))

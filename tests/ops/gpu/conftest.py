@@ -59,6 +59,18 @@ class Paged:
         tables = self.block_tables[self.table_rows.long()]
         return torch.where((tables >= 0) & (tables < self.kv_cache.shape[0]), tables, 0)
 
+    def give_back(self, first_needed: Sequence[int], entry: int) -> None:
+        """Fills each sequence's blocks that lie wholly before a position with NaN, and puts
+        `entry` into the table in their place."""
+        block_size = self.kv_cache.shape[4]
+        for row, position in zip(self.table_rows.tolist(), first_needed, strict=True):
+            behind = position // block_size
+            blocks = self.block_tables[row, :behind].long()
+            self.kv_cache[blocks] = torch.nan
+            if self.kv_scales is not None:
+                self.kv_scales[blocks] = torch.nan
+            self.block_tables[row, :behind] = entry
+
 
 MakePaged = Callable[..., Paged]
 

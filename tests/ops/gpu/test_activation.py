@@ -1,4 +1,4 @@
-"""Gated activations against float64."""
+"""Activations, gated and not, against float64."""
 
 from __future__ import annotations
 
@@ -7,21 +7,17 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, silu
 
+from octavo.arch import ACTIVATIONS
+from octavo.ops import reference
 from octavo.ops.gpu import activation
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3}
-KERNELS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "silu": (activation.silu_and_mul, silu),
-    "gelu": (activation.gelu_and_mul, gelu),
-    "gelu_tanh": (activation.gelu_tanh_and_mul, lambda x: gelu(x, approximate="tanh")),
-}
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # of exp, on purpose
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize(("num_tokens", "width"), [(3, 48), (1, 1500)])
 def test_gated(
     name: str,
@@ -35,16 +31,23 @@ def test_gated(
     both = (torch.randn(num_tokens, 2 * width + 16, device=device) * 3).to(dtype)[:, : 2 * width]
     both[0, :4] = torch.tensor([90.0, -90.0, 0.0, -0.5])  # exponentials overflow
     whole = torch.full((num_tokens, width + 16), torch.nan, dtype=dtype, device=device)
-    kernel, formula = KERNELS[name]
-    kernel(both, whole[:, :width])
+    activation.gated(both, whole[:, :width], name)
     gate, up = both.double().chunk(2, dim=1)
-    assert relative_error(whole[:, :width], formula(gate) * up) < TOLERANCE[dtype]
+    expected = reference.activation(gate, name)
+    assert relative_error(whole[:, :width], expected * up) < TOLERANCE[dtype]
     assert whole[:, width:].isnan().all()
+    activation.activate(both[:, :width], name)
+    assert relative_error(both[:, :width], expected) < TOLERANCE[dtype]
+    assert torch.equal(both[:, width:].double(), up)
 
 
 def test_refuses_what_does_not_fit(device: torch.device) -> None:
     both = torch.zeros(2, 32, device=device)
     with pytest.raises(ValueError, match="gate and up must be"):
-        activation.silu_and_mul(both, both.new_empty(2, 15))
+        activation.gated(both, both.new_empty(2, 15), "silu")
     with pytest.raises(TypeError, match="the input's type"):
-        activation.silu_and_mul(both, both.new_empty(2, 16).half())
+        activation.gated(both, both.new_empty(2, 16).half(), "silu")
+    with pytest.raises(ValueError, match="activation must be"):
+        activation.gated(both, both.new_empty(2, 16), "tanh")
+    with pytest.raises(ValueError, match="rows must be dense"):
+        activation.activate(both.t(), "relu")

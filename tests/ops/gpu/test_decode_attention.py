@@ -23,14 +23,18 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
 TINY = DecodeConfig(tile=32)
 
 
-def expected(query: Tensor, paged: Any, scale: float, window: int, soft_cap: float) -> Tensor:
+def expected(
+    query: Tensor, paged: Any, scale: float, window: int, soft_cap: float,
+    alibi: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """float64, of `paged_decode`'s formula."""
     cache = paged.wide()
-    if not soft_cap:
+    if not soft_cap or alibi is not None:
         starts = torch.arange(len(query) + 1)
         return reference.paged_attention(
-            query.double(), cache, 1, paged.tables(), paged.seq_lens, starts, scale, window
-        )
+            query.double(), cache, 1, paged.tables(), paged.seq_lens, starts, scale, window,
+            soft_cap=soft_cap, alibi=alibi,
+        )  # fmt: skip
     rows = []
     group = query.shape[1] // cache.shape[3]
     for q, table, length in zip(query, paged.tables(), paged.seq_lens.tolist(), strict=True):
@@ -63,6 +67,7 @@ def run(
     window: int = 0,
     soft_cap: float = 0.0,
     config: DecodeConfig = TINY,
+    alibi: Tensor | None = None,
 ) -> Tensor:
     """`paged_decode` with everything poisoned that it must not read, or must write."""
     device, (num_seqs, num_heads, head_dim) = query.device, query.shape
@@ -76,7 +81,7 @@ def run(
     paged_decode(
         out, wide[:, :num_heads], paged.kv_cache, paged.kv_scales, 1, paged.block_tables,
         paged.table_rows, paged.seq_lens, items, starts, partial, lse, head_dim**-0.5, window,
-        soft_cap, config,
+        soft_cap, config, alibi=alibi,
     )  # fmt: skip
     return out
 
@@ -96,7 +101,7 @@ def test_grouped_heads(
     assert relative_error(out, expected(query, paged, 64**-0.5, 0, 0.0)) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("head_dim", [80, 96, 112, 128, 256])
+@pytest.mark.parametrize("head_dim", [72, 80, 96, 112, 128, 256])
 def test_head_sizes(
     head_dim: int, make_paged: Any, generator: torch.Generator,
     relative_error: Callable[[Tensor, Tensor], float],
@@ -132,6 +137,42 @@ def test_soft_cap(
     exact = expected(query, paged, 0.25, 0, 5.0)
     assert relative_error(run(query, paged, soft_cap=5.0), exact) < 1e-5
     assert relative_error(run(query, paged), exact) > 0.05
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 3.0])
+@pytest.mark.parametrize("window", [0, 40])
+def test_alibi(
+    soft_cap: float, window: int, make_paged: Any, generator: torch.Generator,
+    relative_error: Callable[[Tensor, Tensor], float],
+) -> None:  # fmt: skip
+    paged = make_paged(LENS, block_size=16, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    query = draw((len(LENS), 6, 16), torch.float32, generator)
+    slopes = draw((6,), torch.float32, generator).abs()
+    options = {"soft_cap": soft_cap, "alibi": slopes, "window": window}
+    out, exact = run(query, paged, **options), expected(query, paged, scale=0.25, **options)
+    assert relative_error(out, exact) < 3e-6
+    with pytest.raises(ValueError, match=r"alibi must be contiguous float32 \[6\]"):
+        run(query, paged, alibi=slopes[:3])
+
+
+@pytest.mark.parametrize("entry", [-1, 0])
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("block_size", [8, 48])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_blocks_behind_the_window_are_not_read(
+    fp8: bool, block_size: int, grouped: bool, entry: int, make_paged: Any,
+    generator: torch.Generator,
+) -> None:  # fmt: skip
+    lens = [200, 37, 100, 9, 151]
+    paged = make_paged(
+        lens, block_size=block_size, num_kv_heads=1, head_dim=32, dtype=torch.float16, fp8=fp8
+    )
+    query = draw((len(lens), 2, 32), torch.float16, generator)
+    config = dataclasses.replace(TINY, grouped=grouped)
+    before = run(query, paged, max_items=20, window=33, config=config)
+    assert before.isfinite().all()
+    paged.give_back([max(0, length - 33) for length in lens], entry)
+    assert torch.equal(run(query, paged, max_items=20, window=33, config=config), before)
 
 
 @pytest.mark.parametrize("grouped", [False, True])

@@ -1,4 +1,4 @@
-"""RMSNorm and the embedding against the dense reference."""
+"""Norms and the embedding against the dense reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo.ops import reference
 from octavo.ops.gpu.embedding import embed
-from octavo.ops.gpu.norm import fused_add_rms_norm, rms_norm
+from octavo.ops.gpu.norm import fused_add_rms_norm, layer_norm, rms_norm
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3}
 Error = Callable[[Tensor, Tensor], float]
@@ -53,6 +53,39 @@ def test_fused_add_rms_norm(
     assert relative_error(out, expected) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 576), (3, 96)])
+def test_a_float32_weight_is_multiplied_without_rounding_before(
+    num_rows: int, width: int, device: torch.device
+) -> None:
+    x, _, out = _rows(num_rows, width, torch.float16, device)
+    weight = torch.randn(width, device=device)
+    rms_norm(x, weight, 1e-5, out)
+    wide = x.double()
+    exact = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + 1e-5) * weight
+    # Rounded twice, a third of them would be another number.
+    assert (out != exact.half()).sum() <= 0.01 * out.numel()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 768), (3, 100)])
+def test_layer_norm(
+    num_rows: int,
+    width: int,
+    biased: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    relative_error: Error,
+) -> None:
+    x, weight, out = _rows(num_rows, width, dtype, device)
+    x += 3.0  # a mean to take off
+    bias = torch.randn(width, device=device).to(dtype) if biased else None
+    assert layer_norm(x, weight, bias, 1e-5, out) is out
+    assert relative_error(out, reference.layer_norm(x, weight, bias, 1e-5)) < 3 * TOLERANCE[dtype]
+    layer_norm(x, weight, bias, 1e-5, x)
+    assert torch.equal(x, out)
+
+
 def test_norm_refuses_what_does_not_fit(device: torch.device) -> None:
     x, weight, out = _rows(2, 32, torch.float32, device)
     with pytest.raises(ValueError, match="weight must be"):
@@ -61,6 +94,10 @@ def test_norm_refuses_what_does_not_fit(device: torch.device) -> None:
         rms_norm(x, weight, 1e-5, out.half())
     with pytest.raises(ValueError, match="residual must be"):
         fused_add_rms_norm(x, out[:1], weight, 1e-5, out)
+    with pytest.raises(ValueError, match="bias must be"):
+        layer_norm(x, weight, weight[:16], 1e-5, out)
+    with pytest.raises(TypeError, match="bias must have x's type"):
+        layer_norm(x, weight, weight.half(), 1e-5, out)
 
 
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)

@@ -31,6 +31,7 @@ def dense(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    alibi: Tensor | None = None,
 ) -> Tensor:
     """float64 attention of a chunk, the last tokens of keys and values [length, kv_heads, dim]."""
     group = query.shape[1] // keys.shape[1]
@@ -41,6 +42,8 @@ def dense(
     length = len(keys)
     place = torch.arange(length - len(query), length, device=query.device)[:, None]
     other = torch.arange(length, device=query.device)
+    if alibi is not None:
+        scores += alibi[:, None, None] * (other - place)
     hidden = other > place
     if window:
         hidden |= other <= place - window
@@ -100,8 +103,11 @@ def check_paged(
     shape: PrefillShape | None = SMALL,
     rows: bool = True,
     dense_pool: bool = False,
+    alibi: bool = False,
+    entry: int | None = None,
 ) -> None:
-    """Chunks of `seq_lens` in a pool with gaps between its blocks, unless `dense_pool`."""
+    """Chunks of `seq_lens` in a pool with gaps between its blocks, unless `dense_pool`; with an
+    `entry` of the block table for blocks behind the window, which then hold NaN."""
     device = generator.device
     group = heads[0] // heads[1]
     paged = make_paged(
@@ -120,12 +126,20 @@ def check_paged(
     scale = head_dim**-0.5
     pool = paged.kv_cache.contiguous() if dense_pool else paged.kv_cache
     tables = paged.block_tables if rows else paged.block_tables[paged.table_rows.long()]
+    slopes = None
+    if alibi:
+        slopes = torch.rand(heads[0], generator=generator, device=device)
+    wide, whole_tables = paged.wide(), paged.tables().long()
+    if entry is not None:
+        needed = [n - m - window + 1 for m, n in zip(query_lens, seq_lens, strict=True)]
+        paged.give_back([max(0, position) for position in needed], entry)
+        assert rows and paged.wide().ne(wide).any(), "nothing was given back"
     paged_prefill(
         out, query, pool, paged.kv_scales, 1, tables, paged.table_rows if rows else None,
         paged.seq_lens, loc, plan(query_lens, seq_lens, num_decodes, tokens, device), scale, window,
-        soft_cap, shape,
+        soft_cap, shape, alibi=slopes,
     )  # fmt: skip
-    wide, tables = paged.wide(), paged.tables().long()
+    tables = whole_tables
     for i, (count, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
         part = slice(int(loc[i]), int(loc[i + 1]))
         if i < num_decodes:
@@ -133,7 +147,7 @@ def check_paged(
             continue
         at = torch.arange(length, device=device)
         kv = wide[tables[i, at // block_size], 1, :, :, at % block_size]
-        expected = dense(query[part], kv[:, 0], kv[:, 1], scale, window, soft_cap)
+        expected = dense(query[part], kv[:, 0], kv[:, 1], scale, window, soft_cap, slopes)
         error = float((out[part].double() - expected).norm() / expected.norm())
         assert error < TOLERANCE[dtype], (i, count, length, error)
     assert out[num_tokens:].isnan().all(), "padding was written"
@@ -158,7 +172,7 @@ def test_block_sizes(make_paged, generator, plain, block_size) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 112, 128, 256])
 def test_head_sizes_as_cut_for_the_gpu(make_paged, generator, plain, head_dim) -> None:
     check_paged(
         make_paged, generator, plain, query_lens=[9], seq_lens=[75], head_dim=head_dim,
@@ -184,6 +198,27 @@ def test_sliding_window(make_paged, generator, plain, window) -> None:
 
 def test_soft_cap(make_paged, generator, plain) -> None:
     check_paged(make_paged, generator, plain, query_lens=[20], seq_lens=[57], soft_cap=0.7)
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 3.0])
+@pytest.mark.parametrize("window", [0, 20])
+def test_alibi(make_paged, generator, plain, window, soft_cap) -> None:
+    check_paged(
+        make_paged, generator, plain, query_lens=[20, 3], seq_lens=[57, 40], heads=(6, 2),
+        window=window, soft_cap=soft_cap, alibi=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", [-1, 0])
+@pytest.mark.parametrize("block_size", [4, 24, 64])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_blocks_behind_the_window_are_not_read(
+    make_paged, generator, plain, fp8, block_size, entry
+) -> None:
+    check_paged(
+        make_paged, generator, plain, query_lens=[5, 20, 1, 3], seq_lens=[5, 107, 200, 139],
+        block_size=block_size, window=10, fp8=fp8, entry=entry,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("block_size", [3, 32])
@@ -216,10 +251,16 @@ def test_tiles_by_descriptor(make_paged, generator, plain) -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "heads", "head_dim", "descriptors"),
-    [(0, (4, 2), 32, True), (9, (4, 2), 32, True), (0, (3, 1), 48, False), (9, (3, 3), 32, False)],
-)
-def test_fresh_chunks(generator, plain, heads, head_dim, window, descriptors) -> None:
+    ("window", "heads", "head_dim", "descriptors", "soft_cap", "alibi"),
+    [
+        (0, (4, 2), 32, True, 0.0, False), (9, (4, 2), 32, True, 0.0, True),
+        (0, (3, 1), 48, False, 2.0, False), (9, (3, 3), 32, False, 0.0, False),
+        (0, (6, 2), 32, True, 2.0, True),
+    ],
+)  # fmt: skip
+def test_fresh_chunks(
+    generator, plain, heads, head_dim, window, descriptors, soft_cap, alibi
+) -> None:
     query_lens = [1, 6, 50, 17]
     num_tokens, device = sum(query_lens), generator.device
     rows = 64 if device.type == "cuda" else 16
@@ -228,10 +269,14 @@ def test_fresh_chunks(generator, plain, heads, head_dim, window, descriptors) ->
     out = torch.full(query.shape, torch.nan, dtype=plain, device=device)
     loc = starts(query_lens, device)
     tiles = plan(query_lens, query_lens, 1, shape.tile_tokens(heads[0] // heads[1]), device)
-    fresh_prefill(out, query, key, value, loc, tiles, head_dim**-0.5, window, 0.0, shape)
+    slopes = torch.rand(heads[0], generator=generator, device=device) if alibi else None
+    scale = head_dim**-0.5
+    fresh_prefill(
+        out, query, key, value, loc, tiles, scale, window, soft_cap, shape, alibi=slopes
+    )  # fmt: skip
     for i in range(1, len(query_lens)):
         part = slice(int(loc[i]), int(loc[i + 1]))
-        expected = dense(query[part], key[part], value[part], head_dim**-0.5, window)
+        expected = dense(query[part], key[part], value[part], scale, window, soft_cap, slopes)
         error = float((out[part].double() - expected).norm() / expected.norm())
         assert error < TOLERANCE[plain], (i, error)
     assert out[:1].isnan().all() and out[num_tokens:].isnan().all()

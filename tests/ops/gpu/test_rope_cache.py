@@ -95,6 +95,33 @@ def test_rotates_and_writes(
     assert relative_error(pool.nan_to_num(), expected_pool.nan_to_num()) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("rotary_dim", [None, 8, 20])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("planes", [1, 2])
+def test_pairs_no_rotation_and_one_plane(
+    rotary_dim: int | None,
+    interleaved: bool,
+    planes: int,
+    device: torch.device,
+    relative_error: Callable[[Tensor, Tensor], float],
+) -> None:
+    torch.manual_seed(0)
+    inputs = _inputs((5, 4, 2, 20, rotary_dim or 20, 4, True), torch.float16, device)
+    rest = inputs["rope_rows"], inputs["cos_sin"] if rotary_dim else None, inputs["slot_mapping"]
+    norms = inputs["q_norm_weight"], inputs["k_norm_weight"], 1e-5
+    results = []
+    for run in (rope_and_cache, reference.rope_and_cache):
+        q, k, v = _copy(inputs)
+        cache = torch.zeros((4, 3, planes, 2, 4, 20), dtype=torch.float16, device=device)
+        values = v if planes == 2 else None
+        scales = (None,) if run is rope_and_cache else ()
+        run(q, k, values, *rest, cache, *scales, 1, *norms, interleaved=interleaved)
+        results.append((q, k, cache))
+    for mine, expected in zip(*results, strict=True):
+        assert relative_error(mine, expected) < TOLERANCE[torch.float16]
+    assert torch.equal(results[0][2] != 0, results[1][2] != 0)
+
+
 @pytest.mark.parametrize("rotary_dim", [32, 20])
 def test_fp8_codes_times_scales_are_the_values(rotary_dim: int, device: torch.device) -> None:
     torch.manual_seed(0)

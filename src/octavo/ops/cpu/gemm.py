@@ -20,7 +20,10 @@ from torch import Tensor
 
 from octavo.ops.cpu import native
 
-Kind = Literal["plain", "gate_up"]
+Kind = Literal["plain", "gate_up", "gate_up_gelu_tanh"]
+KINDS: dict[Kind, int] = {"plain": 0, "gate_up": 1, "gate_up_gelu_tanh": 2}
+GATED = ("silu", "gelu_tanh")
+"""Activations that `linear_gated` knows."""
 
 _GROUP, _HALF, _KSTEP = 32, 16, 32
 _OUT_F32, _RESIDUAL_F32 = 1, 2
@@ -59,7 +62,7 @@ class PackedWeight:
         """struct gemm_weight."""
         groups, steps = self.data.shape[:2]
         bias = 0 if self.bias is None else self.bias.data_ptr()
-        kind = 0 if self.kind == "plain" else 1
+        kind = KINDS[self.kind]
         return self.data.data_ptr(), bias, self.n, self.k, steps * _KSTEP, groups, kind
 
 
@@ -84,27 +87,32 @@ def pack(weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
     """
     _check_weight("weight", weight)
     n, k = weight.shape
-    _check_bias(bias, n)
-    rows = _padded(weight, -n % _GROUP)
-    biases = None if bias is None else _padded(bias.float(), -n % _GROUP)
+    check_bias(bias, n)
+    rows = padded(weight, -n % _GROUP)
+    biases = None if bias is None else padded(bias.float(), -n % _GROUP)
     return PackedWeight(_to_groups(rows), biases, n, k, "plain")
 
 
-def pack_gate_up(gate: Tensor, up: Tensor, bias: Tensor | None = None) -> PackedWeight:
-    """Packs gate and up, both [n, k] (bf16, CPU, k even), for `linear_silu_mul`.
+def pack_gate_up(
+    gate: Tensor, up: Tensor, bias: Tensor | None = None, activation: str = "silu"
+) -> PackedWeight:
+    """Packs gate and up, both [n, k] (bf16, CPU, k even), for `linear_gated`.
 
-    bias: [2 n], gate's then up's (bf16 or float32). 16 channels of gate and the same 16 of up
-    lie together, so that the kernel has both sides of a product at once.
-    Raises: TypeError for dtypes and devices, ValueError for shapes.
+    activation: one of `GATED`; bias: [2 n], gate's then up's (bf16 or float32). 16 channels of
+    gate and the same 16 of up lie together, so that the kernel has both sides of a product at once.
+    Raises: TypeError for dtypes and devices, ValueError for shapes and activations.
     """
+    if activation not in GATED:
+        raise ValueError(f"activation must be one of {GATED}: {activation!r}")
     _check_weight("gate", gate)
     _check_weight("up", up)
     if gate.shape != up.shape:
         raise ValueError(f"gate {list(gate.shape)} and up {list(up.shape)} must be alike")
     n, k = gate.shape
-    _check_bias(bias, 2 * n)
-    biases = None if bias is None else _interleaved(*bias.float().split(n))
-    return PackedWeight(_to_groups(_interleaved(gate, up)), biases, n, k, "gate_up")
+    check_bias(bias, 2 * n)
+    biases = None if bias is None else interleaved(*bias.float().split(n))
+    kind: Kind = "gate_up" if activation == "silu" else "gate_up_gelu_tanh"
+    return PackedWeight(_to_groups(interleaved(gate, up)), biases, n, k, kind)
 
 
 def unpack(packed: PackedWeight) -> Tensor:
@@ -143,13 +151,13 @@ def linear(
     return _run(x, packed, out, residual, out_dtype)
 
 
-def linear_silu_mul(x: Tensor, packed: PackedWeight, out: Tensor | None = None) -> Tensor:
-    """`silu(x Wg^T + bg) * (x Wu^T + bu)`, [num_rows, n] bf16, without the [num_rows, 2 n] between.
+def linear_gated(x: Tensor, packed: PackedWeight, out: Tensor | None = None) -> Tensor:
+    """`act(x Wg^T + bg) * (x Wu^T + bu)`, [num_rows, n] bf16, without the [num_rows, 2 n] between.
 
     Arguments as for `linear`, packed from `pack_gate_up`. float32 inside, rounded once.
     """
-    if packed.kind != "gate_up":
-        raise ValueError("linear_silu_mul needs a weight from pack_gate_up, this one is from pack")
+    if packed.kind == "plain":
+        raise ValueError("linear_gated needs a weight from pack_gate_up, this one is from pack")
     return _run(x, packed, out, None, None)
 
 
@@ -174,7 +182,7 @@ def embedding(packed: PackedWeight, ids: Tensor, out: Tensor | None = None) -> T
     if out is None:
         out = torch.empty(count, packed.k, dtype=torch.bfloat16)
     else:
-        _check_rows("out", out, count, packed.k, (torch.bfloat16,))
+        check_rows("out", out, count, packed.k, (torch.bfloat16,))
     args = _pack_embedding(
         *packed._fields(), ids.data_ptr(), out.data_ptr(), count, out.stride(0),
         torch.get_num_threads(),
@@ -195,19 +203,19 @@ def _run(
     num_rows = x.shape[0] if x.dim() == 2 else -1
     fields = packed._fields()
     k, kp = fields[3], fields[4]
-    _check_rows("x", x, num_rows, k, (torch.bfloat16,))
+    check_rows("x", x, num_rows, k, (torch.bfloat16,))
     if out is None:
         dtype = torch.bfloat16 if out_dtype is None else out_dtype
-        _check_dtype("out_dtype", dtype, _RESULTS)
+        check_dtype("out_dtype", dtype, _RESULTS)
         out = torch.empty(num_rows, packed.n, dtype=dtype)
     else:
-        _check_rows("out", out, num_rows, packed.n, _RESULTS)
+        check_rows("out", out, num_rows, packed.n, _RESULTS)
         if out_dtype is not None and out_dtype != out.dtype:
             raise TypeError(f"out is {out.dtype}, but out_dtype is {out_dtype}")
     flags = _OUT_F32 if out.dtype is torch.float32 else 0
     residual_ptr = residual_stride = scratch_ptr = 0
     if residual is not None:
-        _check_rows("residual", residual, num_rows, packed.n, _RESULTS)
+        check_rows("residual", residual, num_rows, packed.n, _RESULTS)
         residual_ptr, residual_stride = residual.data_ptr(), residual.stride(0)
         flags |= _RESIDUAL_F32 if residual.dtype is torch.float32 else 0
     if k != kp:
@@ -234,12 +242,12 @@ def _call(name: str, args: bytes) -> int:
     return function(args)
 
 
-def _check_dtype(name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
+def check_dtype(name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
     if dtype not in allowed:
         raise TypeError(f"{name} must be {' or '.join(map(str, allowed))}, not {dtype}")
 
 
-def _check_rows(
+def check_rows(
     name: str, t: Tensor, num_rows: int, size: int, dtypes: tuple[torch.dtype, ...]
 ) -> None:
     """A CPU tensor [num_rows, size] with dense rows."""
@@ -265,7 +273,7 @@ def _check_weight(name: str, weight: Tensor) -> None:
         )
 
 
-def _check_bias(bias: Tensor | None, size: int) -> None:
+def check_bias(bias: Tensor | None, size: int) -> None:
     if bias is None:
         return
     if bias.dtype not in _RESULTS or not bias.is_cpu:
@@ -276,14 +284,14 @@ def _check_bias(bias: Tensor | None, size: int) -> None:
         raise ValueError(f"bias must be [{size}], not {list(bias.shape)}")
 
 
-def _padded(t: Tensor, rows: int) -> Tensor:
+def padded(t: Tensor, rows: int) -> Tensor:
     """t with that many rows of zeros behind it."""
     return torch.cat((t, t.new_zeros(rows, *t.shape[1:]))) if rows else t
 
 
-def _interleaved(gate: Tensor, up: Tensor) -> Tensor:
+def interleaved(gate: Tensor, up: Tensor) -> Tensor:
     """Rows of gate and up in turns of 16, [num_groups * 32, ...], zero padded."""
-    both = [_padded(t, -len(t) % _HALF).unflatten(0, (-1, _HALF)) for t in (gate, up)]
+    both = [padded(t, -len(t) % _HALF).unflatten(0, (-1, _HALF)) for t in (gate, up)]
     return torch.stack(both, dim=1).flatten(0, 2)
 
 

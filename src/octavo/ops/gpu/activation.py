@@ -1,12 +1,10 @@
-"""Gated activations: act(gate) * up of rows that hold gate, then up.
-
-The models served so far take silu; gelu in both forms is for those of other families.
-"""
+"""Activations: act(gate) * up of rows that hold gate, then up; and act(x) alone, in place."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.arch import ACTIVATIONS
 from octavo.ops.gpu import pdl
 
 _BLOCK = 1024
@@ -21,11 +19,29 @@ def _tanh(x):
 
 
 @triton.jit
-def _gated_kernel(
+def activated(x, ACTIVATION: tl.constexpr):
+    """act(x), in float32."""
+    if ACTIVATION == "silu":
+        value = x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "gelu":
+        value = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "relu":
+        value = tl.maximum(x, 0.0)
+    elif ACTIVATION == "relu2":
+        value = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+    else:
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        value = 0.5 * x * (1.0 + _tanh(inner))
+    return value
+
+
+@triton.jit
+def _activation_kernel(
     both, out, both_stride, out_stride, width,
-    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[r, j] = act(both[r, j]) * both[r, width + j] in float32, rounded once.
+    """out[r, j] = act(both[r, j]) * both[r, width + j] in float32, rounded once; without the
+    factor where not GATED.
 
     Program (r, b) has elements b * BLOCK + [0, BLOCK) of row r.
     """
@@ -37,41 +53,23 @@ def _gated_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     at = both + row * both_stride + j
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION == "silu":
-        value = gate / (1.0 + tl.exp(-gate))
-    elif ACTIVATION == "gelu":
-        value = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    else:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        value = 0.5 * gate * (1.0 + _tanh(inner))
-    tl.store(out + row * out_stride + j, (value * up).to(out.dtype.element_ty), mask=inside)
+    value = activated(gate, ACTIVATION)
+    if GATED:
+        value *= tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * out_stride + j, value.to(out.dtype.element_ty), mask=inside)
 
 
-def silu_and_mul(both: Tensor, out: Tensor) -> Tensor:
-    """silu(gate) * up, rounded once.
+def gated(both: Tensor, out: Tensor, activation: str) -> Tensor:
+    """act(gate) * up, rounded once.
 
     Args:
         both: [num_tokens, 2 * width], gate first; any stride between rows.
         out: [num_tokens, width], both's type; not overlapping both.
+        activation: one of `octavo.arch.ACTIVATIONS`.
 
     Returns: out.
-    Raises: TypeError for dtypes; ValueError for shapes and strides.
+    Raises: TypeError for dtypes; ValueError for shapes, strides and activations.
     """
-    return _gated(both, out, "silu")
-
-
-def gelu_and_mul(both: Tensor, out: Tensor) -> Tensor:
-    """gelu(gate) * up with the exact gelu; arguments as of `silu_and_mul`."""
-    return _gated(both, out, "gelu")
-
-
-def gelu_tanh_and_mul(both: Tensor, out: Tensor) -> Tensor:
-    """gelu(gate) * up with tanh's approximation; arguments as of `silu_and_mul`."""
-    return _gated(both, out, "gelu_tanh")
-
-
-def _gated(both: Tensor, out: Tensor, activation: str) -> Tensor:
     num_tokens, width = out.shape
     if both.shape != (num_tokens, 2 * width) or both.stride(1) != 1 or out.stride(1) != 1:
         raise ValueError(
@@ -80,10 +78,29 @@ def _gated(both: Tensor, out: Tensor, activation: str) -> Tensor:
         )
     if both.dtype != out.dtype:
         raise TypeError(f"out must have the input's type {both.dtype}: {out.dtype}")
+    return _launch(both, out, activation, gated=True)
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """act(x) in place, rounded once.
+
+    x: [num_tokens, width], dense rows at any stride; activation: as of `gated`.
+    Returns: x. Raises: ValueError for strides and activations.
+    """
+    if x.stride(1) != 1:
+        raise ValueError(f"x's rows must be dense: strides {x.stride()}")
+    return _launch(x, x, activation, gated=False)
+
+
+def _launch(x: Tensor, out: Tensor, activation: str, gated: bool) -> Tensor:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {ACTIVATIONS}: {activation!r}")
+    num_tokens, width = out.shape
     if num_tokens == 0:
         return out
-    _gated_kernel[(num_tokens, triton.cdiv(width, _BLOCK))](
-        both, out, both.stride(0), out.stride(0), width,
-        ACTIVATION=activation, BLOCK=_BLOCK, num_warps=4, **pdl.launch_options(both.device),
+    _activation_kernel[(num_tokens, triton.cdiv(width, _BLOCK))](
+        x, out, x.stride(0), out.stride(0), width,
+        ACTIVATION=activation, GATED=gated, BLOCK=_BLOCK, num_warps=4,
+        **pdl.launch_options(x.device),
     )  # fmt: skip
     return out

@@ -25,6 +25,8 @@ def _prepare(
     what_ptr,
     tables_ptr,
     num_changes,
+    slots_stride,
+    NUM_GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Per token i: id (that of `last_tokens[rows[i]]` where it is -1), position and slot, widened
@@ -45,8 +47,9 @@ def _prepare(
     tl.store(ids_out_ptr + at, ids.to(tl.int64), mask=is_token)
     positions = tl.load(positions_ptr + at, mask=is_token, other=0)
     tl.store(positions_out_ptr + at, positions.to(tl.int64), mask=is_token)
-    slots = tl.load(slots_ptr + at, mask=is_token, other=-1)
-    tl.store(slots_out_ptr + at, slots.to(tl.int64), mask=is_token)
+    for group in tl.static_range(NUM_GROUPS):
+        slots = tl.load(slots_ptr + group * num_tokens + at, mask=is_token, other=-1)
+        tl.store(slots_out_ptr + group * slots_stride + at, slots.to(tl.int64), mask=is_token)
 
     where = tl.load(where_ptr + at, mask=at < num_changes, other=-1)
     is_change = where >= 0
@@ -82,24 +85,28 @@ def prepare(
 ) -> None:
     """Widen a step's tokens into `out` and bring the block tables up to date; one launch.
 
-    token_ids, positions, slots: int32 [num_tokens]; an id of -1 stands for `last_tokens[rows[i]]`.
+    token_ids, positions: int32 [num_tokens]; an id of -1 stands for `last_tokens[rows[i]]`.
+    slots: int32 [num_groups * num_tokens], one group of layers after the other.
     rows: int32 [num_seqs], the row of each sequence; last_tokens: int32 [max_rows].
-    out: three int64 [num_tokens]: ids, positions, slots.
+    out: int64: ids and positions [num_tokens], slots [num_groups, num_tokens], whose groups may lie
+    further apart.
     where, what: int32 [num_changes]: flat places in tables (-1: none), and what goes there.
     tables: int32 [max_rows, max_blocks], contiguous.
     """
     num_tokens, num_changes = len(token_ids), len(where)
     for tensor in (token_ids, positions, slots, rows, last_tokens, where, what, tables):
         assert tensor.dtype == torch.int32 and tensor.is_contiguous()
-    for tensor in out:
-        assert tensor.dtype == torch.int64 and len(tensor) == num_tokens
-    assert len(positions) == len(slots) == num_tokens and len(what) == num_changes
+    num_groups = len(out[2])
+    for tensor, num in zip(out, (num_tokens, num_tokens, len(slots)), strict=True):
+        assert tensor.dtype == torch.int64 and tensor.stride(-1) == 1 and tensor.numel() == num
+    assert len(positions) == num_tokens and len(slots) == num_groups * num_tokens
+    assert len(what) == num_changes
     most = max(num_tokens, num_changes)
     if not most:
         return
     _prepare[(triton.cdiv(most, _BLOCK),)](
         token_ids, positions, slots, rows, last_tokens, *out, num_tokens, where, what, tables,
-        num_changes, BLOCK=_BLOCK,
+        num_changes, out[2].stride(0), NUM_GROUPS=num_groups, BLOCK=_BLOCK,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ class Prepared:
     (`do_not_specialize`, or floats); the constants (tl.constexpr) come behind them.
     """
 
-    __slots__ = ("_compiled", "_constants", "_kernel", "_options", "_types")
+    __slots__ = ("_compiled", "_compiling", "_constants", "_kernel", "_options", "_types")
 
     def __init__(
         self, kernel: Any, arguments: tuple[Any, ...], constants: tuple[Any, ...], **options: Any
@@ -31,6 +31,9 @@ class Prepared:
 
         options: num_warps and the like.
         """
+        from octavo.ops.gpu import compiling  # needs triton, which not every machine has
+
+        self._compiling = compiling
         self._kernel, self._constants, self._options = kernel, constants, options
         self._compiled = None
         self._types = [x.dtype if isinstance(x, Tensor) else x is None for x in arguments]
@@ -53,5 +56,6 @@ class Prepared:
             raise TypeError(f"compiled for {self._types}, not for {types}")
         if self._compiled is None or bits % ALIGNMENT:
             self._kernel[grid](*arguments, *self._constants, **self._options)
-        else:
-            self._compiled[grid](*arguments, *self._constants)
+        elif not self._compiling.is_compiling_only():
+            self._compiled = compiled = self._compiling.finished(self._compiled)
+            compiled[grid](*arguments, *self._constants)

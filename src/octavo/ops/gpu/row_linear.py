@@ -62,7 +62,9 @@ def _row_kernel(
     row = tl.load(x + k, mask=inside, other=0.0).to(tl.float32)
     if NORM:
         scale = tl.rsqrt(tl.sum(row * row, 0) / in_features + eps)
-        row = (row * scale).to(x.dtype.element_ty).to(tl.float32)
+        row *= scale
+        if norm_weight.dtype.element_ty != tl.float32:
+            row = row.to(x.dtype.element_ty).to(tl.float32)
         row *= tl.load(norm_weight + k, mask=inside, other=0.0).to(tl.float32)
         row = row.to(x.dtype.element_ty).to(tl.float32)
     for start in tl.range(first, last, BLOCK_N, num_stages=1):
@@ -108,7 +110,7 @@ def row_linear(
         out: [1, out_features], dense, in x's type or float32.
         bias: [out_features], dense, x's type.
         residual: add to what out holds.
-        norm_weight: [in_features], dense, x's type: x is normalised first, rounded as
+        norm_weight: [in_features], dense, x's type or float32: x is normalised first, rounded as
             `norm.rms_norm` rounds.
         eps: of the norm.
 
@@ -214,7 +216,8 @@ def _check(
     ):
         if vector is not None and (vector.shape != (size,) or vector.stride(0) != 1):
             raise ValueError(f"{name} must be dense [{size}]: {tuple(vector.shape)}")
-        if vector is not None and vector.dtype != x.dtype:
+        wide = name == "norm_weight" and vector is not None and vector.dtype == torch.float32
+        if vector is not None and vector.dtype != x.dtype and not wide:
             raise TypeError(f"{name} must have x's type {x.dtype}: {vector.dtype}")
     if x.stride(1) != 1 or out.stride(1) != 1:
         raise ValueError(f"rows of x and out must be dense: {x.stride()}, {out.stride()}")

@@ -1,6 +1,6 @@
 /* y = epilogue(x W^T): bf16 x [m, k] and packed bf16 W (gemm.h), float32 sums.
  *
- * Epilogues, each rounded once: + bias, + residual, or silu(gate) * up. The driver splits the work
+ * Epilogues, each rounded once: + bias, + residual, or act(gate) * up. The driver splits the work
  * into units for the pool; the two kernels (AVX512_BF16 here, AMX in gemm_amx.c) each sum a row in
  * an order that does not depend on m. */
 #include "gemm.h"
@@ -12,84 +12,12 @@
 
 OCTAVO_TARGET_BEGIN(OCTAVO_FEATURES_AVX512_BF16)
 
-/* ---- epilogue ------------------------------------------------------------------------------ */
-
-OCTAVO_INLINE __m512 load_bf16(const uint16_t *p, __mmask16 mask) {
-    const __m256i half = _mm256_maskz_loadu_epi16(mask, p);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-}
-
-OCTAVO_INLINE void store_bf16(uint16_t *p, __mmask16 mask, __m512 v) {
-    _mm256_mask_storeu_epi16(p, mask, (__m256i)_mm512_cvtneps_pbh(v));
-}
-
-OCTAVO_INLINE __mmask16 first_lanes(int64_t count) {
-    return count >= 16 ? 0xffff : count > 0 ? (__mmask16)((1u << count) - 1) : 0;
-}
-
-/* exp(x) to about 1 ulp: 2^n * p(r), |r| <= ln(2) / 2; scalef overflows and underflows right. */
-OCTAVO_INLINE __m512 exp_ps(__m512 x) {
-    /* Beyond +-200 the result is inf or 0 anyway, and n stays exact. NaN passes: it comes last. */
-    x = _mm512_min_ps(_mm512_set1_ps(200.0f), _mm512_max_ps(_mm512_set1_ps(-200.0f), x));
-    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-    p = _mm512_fmadd_ps(_mm512_mul_ps(r, r), p, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-    return _mm512_scalef_ps(p, n);
-}
-
-OCTAVO_INLINE __m512 silu_ps(__m512 x) {
-    const __m512 e = exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), x));
-    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
-}
-
-/* Adds the residual to 16 columns from `col` of row m, and writes them where mask says. */
-OCTAVO_INLINE void finish(const gemm_call *call, __m512 v, int64_t m, int64_t col,
-                          __mmask16 mask) {
-    if (call->residual) {
-        const int64_t at = m * call->residual_stride + col;
-        if (call->flags & GEMM_RESIDUAL_F32)
-            v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(mask, (const float *)call->residual + at));
-        else
-            v = _mm512_add_ps(v, load_bf16((const uint16_t *)call->residual + at, mask));
-    }
-    const int64_t at = m * call->y_stride + col;
-    if (call->flags & GEMM_OUT_F32)
-        _mm512_mask_storeu_ps((float *)call->y + at, mask, v);
-    else
-        store_bf16((uint16_t *)call->y + at, mask, v);
-}
+#include "gemm_store.h"
 
 void octavo_gemm_store(const gemm_call *call, const float *acc, int64_t g, int64_t m, int rows) {
-    const gemm_weight *w = call->w;
-    const int gate_up = w->kind == GEMM_GATE_UP;
-    const int64_t col = g * (gate_up ? 16 : GEMM_GROUP);
-    const __mmask16 mask0 = first_lanes(w->n - col), mask1 = first_lanes(w->n - col - 16);
-    __m512 bias0 = _mm512_setzero_ps(), bias1 = bias0;
-    if (w->bias) {
-        bias0 = _mm512_loadu_ps(w->bias + g * GEMM_GROUP);
-        bias1 = _mm512_loadu_ps(w->bias + g * GEMM_GROUP + 16);
-    }
-    const int simple = !gate_up && !call->residual && !call->flags && mask1 == 0xffff;
-    for (const int64_t end = m + rows; m < end; ++m, acc += GEMM_GROUP) {
-        const __m512 v0 = _mm512_add_ps(_mm512_load_ps(acc), bias0);
-        const __m512 v1 = _mm512_add_ps(_mm512_load_ps(acc + 16), bias1);
-        if (simple) {
-            uint16_t *y = (uint16_t *)call->y + m * call->y_stride + col;
-            _mm512_storeu_si512(y, (__m512i)_mm512_cvtne2ps_pbh(v1, v0));
-        } else if (gate_up) {
-            finish(call, _mm512_mul_ps(silu_ps(v0), v1), m, col, mask0);
-        } else {
-            finish(call, v0, m, col, mask0);
-            if (mask1) finish(call, v1, m, col + 16, mask1);
-        }
-    }
+    const gemm_store store = gemm_store_of(call, g);
+    for (const int64_t end = m + rows; m < end; ++m, acc += GEMM_GROUP)
+        gemm_store_row(&store, m, _mm512_load_ps(acc), _mm512_load_ps(acc + 16));
 }
 
 /* ---- AVX512_BF16 kernel -------------------------------------------------------------------- */

@@ -17,7 +17,7 @@ enum {
     GEMM_STEP_BYTES = 2048, /* GEMM_KSTEP x GEMM_GROUP */
     GEMM_AHEAD_BYTES = 16384,
 };
-enum { GEMM_PLAIN = 0, GEMM_GATE_UP = 1 };
+enum { GEMM_PLAIN = 0, GEMM_GATE_UP = 1, GEMM_GATE_UP_GELU_TANH = 2 };
 enum { GEMM_OUT_F32 = 1, GEMM_RESIDUAL_F32 = 2 };
 
 typedef struct {
@@ -27,7 +27,7 @@ typedef struct {
     int64_t k;            /* columns of x, even */
     int64_t kp;           /* k rounded up to GEMM_KSTEP */
     int64_t num_groups;
-    int64_t kind; /* GEMM_PLAIN or GEMM_GATE_UP */
+    int64_t kind; /* GEMM_PLAIN or how gate and up are joined */
 } gemm_weight;
 
 /* Arguments as gemm.py packs them. Strides are in elements, the last dimensions are dense. */

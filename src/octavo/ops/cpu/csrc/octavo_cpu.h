@@ -62,7 +62,7 @@ int octavo_isa(void);
 #define OCTAVO_BUILDS_AMX (OCTAVO_X86 && OCTAVO_COMPILER(11, 12))
 
 /* Element types as the launchers pass them. */
-enum octavo_dtype { OCTAVO_F32 = 0, OCTAVO_BF16 = 1 };
+enum octavo_dtype { OCTAVO_F32 = 0, OCTAVO_BF16 = 1, OCTAVO_I8 = 2 };
 
 /* One unit of a job; see octavo_parallel. */
 typedef void (*octavo_body)(void *arg, int64_t unit);

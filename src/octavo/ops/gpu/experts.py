@@ -1,0 +1,285 @@
+"""The MLPs of a mixture's experts as products over groups of rows.
+
+The (token, expert) pairs are sorted by expert on the device; each product then gives every program
+one tile of rows of one expert, which it finds from where the experts' rows begin. There are as many
+programs as there can be tiles, whatever the router chose, so a step can be recorded; those that are
+too many end at once. (Gale et al. 2023 have the idea; no row is dropped or padded in memory.)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops.gpu.activation import _tanh
+
+_BLOCK_N, _BLOCK_K = 64, 64
+_SORT_BLOCK = 1024
+_SUM_BLOCK = 1024
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+
+
+@triton.jit
+def _sort_kernel(ids, order, starts, num_pairs, num_experts, BLOCK: tl.constexpr):
+    """Program e: starts[e] = number of ids below e, and order from there on = where ids are e, in
+    rising order; starts[num_experts] = num_pairs."""
+    expert = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    below = tl.zeros((BLOCK,), dtype=tl.int32)
+    for first in range(0, num_pairs, BLOCK):
+        chosen = tl.load(ids + first + lanes, mask=first + lanes < num_pairs, other=num_experts)
+        below += (chosen < expert).to(tl.int32)
+    place = tl.sum(below, 0)
+    tl.store(starts + expert, place)
+    if expert == num_experts - 1:
+        tl.store(starts + num_experts, num_pairs)
+    for first in range(0, num_pairs, BLOCK):
+        chosen = tl.load(ids + first + lanes, mask=first + lanes < num_pairs, other=num_experts)
+        mine = (chosen == expert).to(tl.int32)
+        rank = tl.cumsum(mine, 0) - mine
+        tl.store(order + place + rank, first + lanes, mask=mine == 1)
+        place += tl.sum(mine, 0)
+
+
+@triton.jit
+def _tile_of(starts, tile, num_experts, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(Expert, its first row of this tile, end of its rows); past the last tile the end is 0."""
+    lanes = tl.arange(0, EXPERTS)
+    real = lanes < num_experts
+    low = tl.load(starts + lanes, mask=real, other=0)
+    high = tl.load(starts + lanes + 1, mask=real, other=0)
+    tiles = (high - low + BLOCK_M - 1) // BLOCK_M
+    ends = tl.cumsum(tiles, 0)
+    expert = tl.sum((ends <= tile).to(tl.int32), 0)
+    here = lanes == expert
+    first = tl.sum(tl.where(here, low + (tile - ends + tiles) * BLOCK_M, 0), 0)
+    return expert.to(tl.int64), first, tl.sum(tl.where(here, high, 0), 0)
+
+
+@triton.jit
+def _activated(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        return x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        return 0.5 * x * (1.0 + _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    elif ACTIVATION == "relu":
+        return tl.maximum(x, 0.0)
+    else:
+        return tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+
+
+@triton.jit
+def _gated_kernel(
+    x, weight, order, starts, out, x_stride, num_experts, width, in_features, top_k,
+    ACTIVATION: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[r] = act(x[t] G_e^T) * (x[t] U_e^T), for the token t of the pair at row r of expert e.
+
+    x [tokens, in_features]; weight [experts, 2 width, in_features], gate first; out [pairs, width],
+    sorted by expert. float32 inside, rounded once.
+    """
+    expert, first, end = _tile_of(starts, tl.program_id(0), num_experts, EXPERTS, BLOCK_M)
+    if first >= end:
+        return
+    rows = first + tl.arange(0, BLOCK_M)
+    inside = rows < end
+    tokens = (tl.load(order + rows, mask=inside, other=0) // top_k).to(tl.int64)
+    features = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    wanted = (features < width)[None, :]
+    k = tl.arange(0, BLOCK_K)
+    at_x = x + tokens[:, None] * x_stride + k[None, :]
+    at_gate = weight + expert * 2 * width * in_features
+    at_gate += features[None, :].to(tl.int64) * in_features + k[:, None]
+    at_up = at_gate + width.to(tl.int64) * in_features
+    gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, in_features, BLOCK_K):
+        left = in_features - start
+        a = tl.load(at_x + start, mask=inside[:, None] & (k < left)[None, :], other=0.0)
+        mask = wanted & (k < left)[:, None]
+        gate = tl.dot(a, tl.load(at_gate + start, mask=mask, other=0.0), gate,
+                      input_precision=PRECISION)  # fmt: skip
+        up = tl.dot(a, tl.load(at_up + start, mask=mask, other=0.0), up,
+                    input_precision=PRECISION)  # fmt: skip
+    value = _activated(gate, ACTIVATION) * up
+    at_out = out + rows[:, None].to(tl.int64) * width + features[None, :]
+    tl.store(at_out, value.to(out.dtype.element_ty), mask=inside[:, None] & wanted)
+
+
+@triton.jit
+def _down_kernel(
+    x, weight, order, starts, scales, out, num_experts, out_features, in_features,
+    EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[p] = scales[p] (x[r] D_e^T), for the pair p = order[r] of expert e.
+
+    x [pairs, in_features], sorted by expert; weight [experts, out_features, in_features]; scales
+    [pairs] float32; out [pairs, out_features], by token. float32 inside, rounded once.
+    """
+    expert, first, end = _tile_of(starts, tl.program_id(0), num_experts, EXPERTS, BLOCK_M)
+    if first >= end:
+        return
+    rows = first + tl.arange(0, BLOCK_M)
+    inside = rows < end
+    pairs = tl.load(order + rows, mask=inside, other=0)
+    features = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    wanted = (features < out_features)[None, :]
+    k = tl.arange(0, BLOCK_K)
+    at_x = x + rows[:, None].to(tl.int64) * in_features + k[None, :]
+    at_weight = weight + expert * out_features * in_features
+    at_weight += features[None, :].to(tl.int64) * in_features + k[:, None]
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, in_features, BLOCK_K):
+        left = in_features - start
+        a = tl.load(at_x + start, mask=inside[:, None] & (k < left)[None, :], other=0.0)
+        b = tl.load(at_weight + start, mask=wanted & (k < left)[:, None], other=0.0)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    total *= tl.load(scales + pairs, mask=inside, other=0.0)[:, None]
+    at_out = out + pairs[:, None].to(tl.int64) * out_features + features[None, :]
+    tl.store(at_out, total.to(out.dtype.element_ty), mask=inside[:, None] & wanted)
+
+
+@triton.jit
+def _sum_kernel(parts, out, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """out[t] = sum_j parts[t, j] in float32, rounded once."""
+    token = tl.program_id(0).to(tl.int64)
+    features = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = features < width
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for j in range(TOP_K):
+        at = parts + (token * TOP_K + j) * width + features
+        total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * width + features, total.to(out.dtype.element_ty), mask=inside)
+
+
+def sort_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The pairs of token and chosen expert in the order of experts, and where each expert begins.
+
+    ids: [num_tokens, top_k] int64 or int32, contiguous, each in [0, num_experts). Pair p is choice
+    p % top_k of token p // top_k; those of one expert keep their order.
+
+    Returns: [num_tokens * top_k] int32 pairs, and [num_experts + 1] int32.
+    Raises: ValueError for ids that are not contiguous.
+    """
+    if ids.dim() != 2 or not ids.is_contiguous():
+        raise ValueError(f"ids must be contiguous [num_tokens, top_k]: {tuple(ids.shape)}")
+    order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
+    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
+    _sort_kernel[(num_experts,)](
+        ids, order, starts, ids.numel(), num_experts, BLOCK=_SORT_BLOCK, num_warps=4
+    )
+    return order, starts
+
+
+def gated(
+    x: Tensor, weight: Tensor, order: Tensor, starts: Tensor, out: Tensor, top_k: int,
+    activation: str = "silu",
+) -> Tensor:  # fmt: skip
+    """`act(gate(x)) * up(x)` of each pair's expert, rows sorted by expert.
+
+    Args:
+        x: [num_tokens, hidden_size]; rows dense, at any distance.
+        weight: [num_experts, 2 * width, hidden_size], contiguous, gate first, x's type.
+        order, starts: of `sort_by_expert`.
+        out: [num_tokens * top_k, width], contiguous, x's type.
+        activation: one of `octavo.arch.ACTIVATIONS`.
+
+    Returns: out.
+    Raises: TypeError for dtypes; ValueError for shapes, strides and activations.
+    """
+    num_experts, width = len(starts) - 1, out.shape[1]
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}: {activation}")
+    if x.stride(1) != 1 or len(order) != len(x) * top_k:
+        raise ValueError(f"x must have dense rows, and a {top_k}th of the {len(order)} pairs")
+    _check(weight, (num_experts, 2 * width, x.shape[1]), x, out, len(order))
+    if not len(x):
+        return out
+    block_m, num_tiles = _tiles(len(order), num_experts)
+    _gated_kernel[(num_tiles, triton.cdiv(width, _BLOCK_N))](
+        x, weight, order, starts, out, x.stride(0), num_experts, width, x.shape[1], top_k,
+        ACTIVATION=activation, **_constants(num_experts, block_m, x.dtype),
+    )  # fmt: skip
+    return out
+
+
+def down(
+    x: Tensor, weight: Tensor, order: Tensor, starts: Tensor, scales: Tensor, out: Tensor
+) -> Tensor:
+    """Each row through its expert's last layer, times its weight, back to the order of tokens.
+
+    Args:
+        x: [num_tokens * top_k, width], contiguous: what `gated` made.
+        weight: [num_experts, hidden_size, width], contiguous, x's type.
+        order, starts: of `sort_by_expert`.
+        scales: [num_tokens, top_k] float32, contiguous.
+        out: [num_tokens, top_k, hidden_size], contiguous, x's type.
+
+    Returns: out. Raises: as `gated`.
+    """
+    num_experts, features = len(starts) - 1, out.shape[-1]
+    if scales.dtype != torch.float32:
+        raise TypeError(f"scales must be float32: {scales.dtype}")
+    if not (x.is_contiguous() and scales.is_contiguous()) or scales.shape != out.shape[:2]:
+        raise ValueError(f"x and scales must be contiguous, scales {tuple(out.shape[:2])}")
+    _check(weight, (num_experts, features, x.shape[1]), x, out.flatten(0, 1), len(x))
+    if not len(x):
+        return out
+    block_m, num_tiles = _tiles(len(x), num_experts)
+    _down_kernel[(num_tiles, triton.cdiv(features, _BLOCK_N))](
+        x, weight, order, starts, scales, out, num_experts, features, x.shape[1],
+        **_constants(num_experts, block_m, x.dtype),
+    )  # fmt: skip
+    return out
+
+
+def combine(parts: Tensor, out: Tensor) -> Tensor:
+    """The sum over a token's experts, in the order of its choices, rounded once.
+
+    parts: [num_tokens, top_k, hidden_size], contiguous; out: [num_tokens, hidden_size], contiguous.
+
+    Returns: out. Raises: ValueError for shapes and strides.
+    """
+    num_tokens, top_k, width = parts.shape
+    if out.shape != (num_tokens, width) or not (out.is_contiguous() and parts.is_contiguous()):
+        raise ValueError(f"out must be contiguous {(num_tokens, width)}: {tuple(out.shape)}")
+    if num_tokens:
+        _sum_kernel[(num_tokens, triton.cdiv(width, _SUM_BLOCK))](
+            parts, out, width, TOP_K=top_k, BLOCK=_SUM_BLOCK, num_warps=4
+        )
+    return out
+
+
+def _tiles(num_pairs: int, num_experts: int) -> tuple[int, int]:
+    """(Rows of a tile, most tiles that there can be): by how many rows an expert has on average."""
+    mean = num_pairs / num_experts
+    block_m = 16 if mean <= 16 else 32 if mean <= 48 else 64 if mean <= 192 else 128
+    busy = min(num_experts, num_pairs)
+    return block_m, (num_pairs - busy) // block_m + busy
+
+
+def _constants(num_experts: int, block_m: int, dtype: torch.dtype) -> dict[str, object]:
+    return {
+        "EXPERTS": triton.next_power_of_2(num_experts),
+        "BLOCK_M": block_m,
+        "BLOCK_N": _BLOCK_N,
+        "BLOCK_K": _BLOCK_K,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "num_warps": 8 if block_m == 128 else 4,
+        "num_stages": 4 if dtype.itemsize == 2 else 2,
+    }
+
+
+def _check(weight: Tensor, shape: tuple[int, ...], x: Tensor, out: Tensor, rows: int) -> None:
+    if weight.shape != shape or not weight.is_contiguous():
+        raise ValueError(f"weight must be contiguous {shape}: {tuple(weight.shape)}")
+    if len(out) != rows or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous, of {rows} rows: {tuple(out.shape)}")
+    if weight.dtype != x.dtype or out.dtype != x.dtype:
+        raise TypeError(f"weight and out must have x's type {x.dtype}: {weight.dtype}, {out.dtype}")

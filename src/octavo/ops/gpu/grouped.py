@@ -1,0 +1,137 @@
+"""Integer weights that share a scale in groups of inputs: how they are packed for kernels.
+
+A block is 16 words of 32 bits, and code i of word j is that of the block's input 16 i + j: 128
+inputs of 4 bits, or 64 of 8. So a kernel unpacks words without moving anything between lanes, and
+16 neighbouring inputs at a time go with them.
+
+An integer becomes a float32 by being put into the mantissa of 2048 (or 128) where its lowest bit
+counts 1: two or three instructions. The 2048 is taken off in sums.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WORDS = 16
+"""Words of a block."""
+
+ZeroKind = Literal["point", "points", "offsets"]
+"""A number for all, one for each group, or nothing is subtracted and one a group is added."""
+
+
+class Grouped(Protocol):
+    """w[n, order[k]] = scales[n, g] (code[n, k] - zero) with g = k / group_size.
+
+    zero is zero_point, or zeros[n, g]; of the kind `offsets` it is
+    scales[n, g] code[n, k] + zeros[n, g].
+    """
+
+    @property
+    def codes(self) -> Tensor:
+        """[out_features, words] int32, packed as told above."""
+
+    @property
+    def scales(self) -> Tensor:
+        """[out_features, num_groups], floating point."""
+
+    @property
+    def zeros(self) -> Tensor | None:
+        """[out_features, num_groups], floating point."""
+
+    @property
+    def bits(self) -> int:
+        """4 or 8."""
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale, a multiple of 16."""
+
+    @property
+    def zero_kind(self) -> ZeroKind:
+        """What is done about zero."""
+
+    @property
+    def zero_point(self) -> int:
+        """Of the kind `point`."""
+
+    @property
+    def order(self) -> Tensor | None:
+        """[in_features] int32: the input that stands at each place; None: as they come."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)."""
+
+
+@triton.jit
+def lifted_code(words, i: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+    """The code at place i of int32 words, and 2048 (128 at odd places of 4 bits): float32."""
+    left: tl.constexpr = 12 - 8 * (i * BITS // 8)
+    shifted = words << left if left > 0 else words >> -left
+    high: tl.constexpr = BITS == 4 and i % 2 == 1
+    mask: tl.constexpr = 0xF0000 if high else (0xF000 if BITS == 4 else 0xFF000)
+    base: tl.constexpr = 0x43000000 if high else 0x45000000
+    if ASM:  # and, or: one instruction, which compilers do not always find
+        bits = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xEA;",
+            "=r,r,r,r",
+            [shifted, mask, base],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        bits = (shifted & mask) | base
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def lift(i: tl.constexpr, BITS: tl.constexpr):
+    """What `lifted_code` adds at place i."""
+    return 128.0 if BITS == 4 and i % 2 == 1 else 2048.0
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """[rows, in_features] integers of 0 .. 2^bits - 1 -> [rows, words] int32, padded with zeros."""
+    num_rows, width = codes.shape
+    per_word = 32 // bits
+    block = WORDS * per_word
+    padded = torch.nn.functional.pad(codes.to(torch.int32), (0, -width % block))
+    parts = padded.view(num_rows, -1, per_word, WORDS)
+    words = torch.zeros_like(parts[:, :, 0])
+    for i in range(per_word):
+        words |= parts[:, :, i] << (bits * i)
+    return words.reshape(num_rows, -1)
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """What `pack` packed, with its padding: [rows, words * 32 / bits] int32."""
+    num_rows, per_word = len(words), 32 // bits
+    blocks = words.view(num_rows, -1, 1, WORDS)
+    shifts = bits * torch.arange(per_word, dtype=torch.int32, device=words.device)
+    codes = (blocks >> shifts.view(1, 1, -1, 1)) & ((1 << bits) - 1)
+    return codes.reshape(num_rows, -1)
+
+
+def check(x: Tensor, weight: Grouped, out: Tensor, num_outputs: int, bias: Tensor | None) -> None:
+    """Raise ValueError for shapes and strides, TypeError for dtypes, of a product by weight."""
+    num_rows, in_features = x.shape
+    if weight.shape[1] != in_features or x.stride(1) != 1:
+        raise ValueError(
+            f"x must be dense [num_rows, {weight.shape[1]}]: {tuple(x.shape)}, strides {x.stride()}"
+        )
+    if out.shape != (num_rows, num_outputs) or out.stride(1) != 1:
+        raise ValueError(f"out must be {(num_rows, num_outputs)}, rows dense: {tuple(out.shape)}")
+    if bias is not None and (bias.shape != (weight.shape[0],) or bias.stride(0) != 1):
+        raise ValueError(f"bias must be dense [{weight.shape[0]}]: {tuple(bias.shape)}")
+    if bias is not None and bias.dtype != x.dtype:
+        raise TypeError(f"bias must have x's type {x.dtype}: {bias.dtype}")
+    if out.dtype not in (x.dtype, torch.float32):
+        raise TypeError(f"out must have x's type {x.dtype} or float32: {out.dtype}")
+    for part in (weight.codes, weight.scales, weight.zeros, weight.order):
+        assert part is None or part.is_contiguous()
