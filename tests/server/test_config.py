@@ -17,6 +17,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.server.config import ServeConfig
+from octavo.server.run import _template
 
 ROOT = "/behind/a/proxy"
 CASES: dict[str, str] = {
@@ -149,6 +150,12 @@ def test_names(flagged: Any) -> None:
 def test_a_template_of_ones_own(flagged: Any) -> None:
     body = {"messages": [{"role": "user", "content": "abc"}]}
     assert flagged.call("/tokenize", body).json["count"] == len("<abc>")
+
+
+def test_a_template_by_name_is_left_to_the_model_and_a_missing_file_is_not(tmp_path: Path) -> None:
+    assert _template(ServeConfig(chat_template="tool_use")) == "tool_use"
+    with pytest.raises(ConfigError, match=r"none\.jinja cannot be read"):
+        _template(ServeConfig(chat_template=str(tmp_path / "none.jinja")))
 
 
 def test_the_dashboard(flagged: Any, server: Any) -> None:

@@ -197,6 +197,15 @@ def test_which_template_is_used() -> None:
     assert chat_template(both, tools=True).render(CHATS[0]) == "tools"
     assert chat_template(both, "own {{ eos_token }}").render(CHATS[0]) == "own </s>"
     assert chat_template(tokenizer(default="x"), tools=True).render(CHATS[0]) == "x"
+    assert chat_template(both, "tool_use").render(CHATS[0]) == "tools"
+    with pytest.raises(InvalidRequestError, match=r"called 'rag'; it has: default, tool_use"):
+        chat_template(both, "rag")
+
+
+def test_tools_reach_the_template() -> None:
+    source = "{% for t in tools %}{{ t.function.name }};{% endfor %}{{ messages[0].content }}"
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    assert ChatTemplate(source).render(CHATS[0], tools=[tool]).startswith("weather;")
 
 
 def test_model_without_template_says_what_to_do() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Quant
+
+sys.path.insert(0, str(Path(__file__).parent))  # the tests import `to_gguf` from here
 
 WriteGGUF = Callable[..., Path]
 

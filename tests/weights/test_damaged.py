@@ -18,7 +18,8 @@ from octavo.errors import OctavoError
 from octavo.hf_config import KNOWN_ARCHITECTURES, read_hf_config
 from octavo.text.chat import chat_template
 from octavo.text.tokenizer import load_tokenizer
-from octavo.weights.gguf import GGUFSource, read_gguf_arch
+from octavo.weights.gguf import GGUFSource
+from octavo.weights.gguf_arch import read_gguf_arch
 from octavo.weights.gguf_file import GGUFFile
 from octavo.weights.safetensors_source import SafetensorsSource
 
@@ -43,6 +44,21 @@ FIELDS = (
     "use_sliding_window", "max_window_layers", "partial_rotary_factor", "attention_bias",
     "mlp_bias", "hidden_act", "rope_scaling", "rope_parameters",
     "original_max_position_embeddings",
+    # of families
+    "n_embd", "n_head", "n_layer", "n_positions", "n_inner", "ffn_dim", "ffn_hidden_size",
+    "num_kv_heads", "n_head_kv", "layer_norm_eps", "layer_norm_epsilon", "rotary_pct",
+    "rotary_emb_base", "rope_local_base_freq", "qkv_bias", "use_qkv_bias", "bias", "enable_bias",
+    "layer_norm_elementwise_affine", "qk_layernorm", "use_parallel_residual", "parallel_attn",
+    "new_decoder_architecture", "num_ln_in_parallel_attn", "multi_query", "alibi", "clip_qkv",
+    "no_rope_layers", "no_rope_layer_interval", "embedding_multiplier", "residual_multiplier",
+    "attention_multiplier", "logits_scaling", "query_pre_attn_scalar", "attn_logit_softcapping",
+    "final_logit_softcapping", "hidden_activation", "activation", "activation_function",
+    "sliding_window_pattern", "text_config", "num_experts", "num_local_experts",
+    "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
+    "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step", "n_routed_experts",
+    "n_shared_experts", "first_k_dense_replace", "topk_method", "n_group", "topk_group",
+    "routed_scaling_factor", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
+    "qk_rope_head_dim", "v_head_dim", "word_embed_proj_dim", "scale_attn_weights",
 )  # fmt: skip
 
 refused_or_read = contextlib.suppress(OctavoError)
@@ -56,7 +72,10 @@ def folder(tiny_weights_path: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("family", KNOWN_ARCHITECTURES)
 def test_any_field_of_a_config(family: str, tiny_model_path: Path) -> None:
     good = json.loads((tiny_model_path / "config.json").read_text())
-    good |= {"architectures": [family], "use_sliding_window": True}
+    good |= {"architectures": [family], "use_sliding_window": True, "num_experts_per_tok": 2}
+    if family == "DeepseekV2ForCausalLM":
+        good |= {"num_key_value_heads": 4, "topk_method": "group_limited_greedy"}
+    read_hf_config(good)
     for field in FIELDS:
         for value in ODD + (ODD_ROPES if field.startswith("rope_") else []):
             with refused_or_read:

@@ -28,11 +28,30 @@ FILES = {
     "pytorch_model.bin": b"never",
     "onnx/model.safetensors": b"never",
 }
+SHARDS = {
+    "config.json": b"{}",
+    "tokenizer.json": b"{}",
+    "additional_chat_templates/rag.jinja": b"rag",
+    "additional_chat_templates/notes.txt": b"never",
+    "model.safetensors.index.json": json.dumps(
+        {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    ).encode(),
+    "model-1.safetensors": b"one" * 99,
+    "model-2.safetensors": b"two" * 77,
+}
+BIG = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": bytes(24 << 20)}
+"""More than twice what the library writes to the disk at a time."""
+SPLIT = {f"M-Q4_0-0000{i}-of-00002.gguf": b"GGUF" * 20 * i for i in (1, 2)}
 GGUF_FILES = {"README.md": b"#", "M-Q4_0.gguf": b"GGUF" * 50, "M-Q8_0.gguf": b"GGUF" * 90}
 
 
 class Hub(ThreadingHTTPServer):
-    """Knows org/m, org/gguf, and names that fail: gated, private; `cut` and `lie` break files."""
+    """Knows org/m, org/gguf, org/shards, org/split, and names that fail: gated, private.
+
+    What it does to files of a name: `cut_once` ends the connection halfway, `hold` sends no more
+    after half of it, `lie_about` announces more than there is, `damaged` sends other bytes than the
+    stated sum is of, `gone` is listed but cannot be had. `commits`: revision -> commit.
+    """
 
     daemon_threads = True
 
@@ -41,6 +60,11 @@ class Hub(ThreadingHTTPServer):
         self.requests: list[tuple[str, str, str | None]] = []
         self.cut_once = ""
         self.lie_about = ""
+        self.hold = ""
+        self.held = threading.Event()
+        self.damaged = ""
+        self.gone = ""
+        self.commits = {"main": COMMIT}
 
     @property
     def url(self) -> str:
@@ -63,39 +87,61 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, body: bool) -> None:
         path = self.path.split("?")[0]
         self.server.requests.append((self.command, path, self.headers.get("Range")))
-        files = GGUF_FILES if "/org/gguf" in path else FILES
+        kinds = {"/org/gguf": GGUF_FILES, "/org/shards": SHARDS, "/org/split": SPLIT,
+                 "/org/big": BIG}  # fmt: skip
+        files = next((f for kind, f in kinds.items() if kind in path), FILES)
         if "/org/gated" in path:
             return self.fail(403, "GatedRepo")
         if "/org/private" in path:
             return self.fail(401, None)
-        if "/org/m" not in path and "/org/gguf" not in path:
+        if "/org/m" not in path and not any(kind in path for kind in kinds):
             return self.fail(404, "RepoNotFound")
         if path.startswith("/api/models/"):
-            if "/revision/" in path and path.rsplit("/", 1)[1] not in ("main", COMMIT):
+            commits = self.server.commits
+            wanted = path.rsplit("/", 1)[1] if "/revision/" in path else "main"
+            if wanted not in (*commits, *commits.values()):
                 return self.fail(404, "RevisionNotFound")
-            siblings = [{"rfilename": n, "size": len(c)} for n, c in files.items()]
-            info = {"id": "org/m", "modelId": "org/m", "sha": COMMIT, "siblings": siblings}
+            siblings = [self.sibling(n, c) for n, c in files.items()]
+            commit = commits.get(wanted, wanted)
+            info = {"id": "org/m", "modelId": "org/m", "sha": commit, "siblings": siblings}
             return self.send(200, json.dumps(info).encode(), {}, body)
-        name = path.split(f"/resolve/{COMMIT}/")[1]
+        commit, name = path.split("/resolve/")[1].split("/", 1)
+        if name == self.server.gone:
+            return self.fail(404, "EntryNotFound")
         content = files[name]
         etag = hashlib.sha256(content).hexdigest()
-        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        if name == self.server.damaged:
+            content = content[::-1]
         if name == self.server.lie_about and not body:
             headers["X-Linked-Size"] = str(len(content) + 50)
         first = 0
-        if (wanted := self.headers.get("Range")) is not None and body:
-            first = int(wanted.removeprefix("bytes=").split("-")[0])
+        if (span := self.headers.get("Range")) is not None and body:
+            first = int(span.removeprefix("bytes=").split("-")[0])
             headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
         cut = body and name == self.server.cut_once
         if cut:
             self.server.cut_once = ""
-        self.send(206 if first else 200, content[first:], headers, body, cut=cut)
+        hold = body and name == self.server.hold
+        self.send(206 if first else 200, content[first:], headers, body, cut=cut, hold=hold)
+
+    def sibling(self, name: str, content: bytes) -> dict[str, Any]:
+        """A file in the hub's listing; large ones have a checksum there."""
+        lfs = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+        large = {"lfs": lfs | {"pointerSize": 1}} if name.endswith((".safetensors", "gguf")) else {}
+        return {"rfilename": name, "size": len(content), **large}
 
     def fail(self, status: int, code: str | None) -> None:
         self.send(status, b"", {"X-Error-Code": code} if code else {}, body=False)
 
     def send(
-        self, status: int, content: bytes, headers: dict[str, str], body: bool, cut: bool = False
+        self,
+        status: int,
+        content: bytes,
+        headers: dict[str, str],
+        body: bool,
+        cut: bool = False,
+        hold: bool = False,
     ) -> None:
         self.send_response(status)
         for key, value in headers.items():
@@ -103,8 +149,12 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if body:
-            self.wfile.write(content[: len(content) // 2] if cut else content)
-        if cut:
+            self.wfile.write(content[: len(content) // 2] if cut or hold else content)
+        if hold:
+            self.wfile.flush()
+            self.server.held.set()
+            self.connection.recv(1)  # until the other side is gone
+        if cut or hold:
             self.close_connection = True
 
 
@@ -145,13 +195,17 @@ for line in sys.stdin:
 """
 
 
-def ask(home: Path, endpoint: str, *calls: dict[str, Any], **env: str) -> list[dict[str, Any]]:
-    """Runs the calls in a fresh process with that endpoint and an empty or given cache."""
-    environment = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")} | {
+def environment_of(home: Path, endpoint: str, **env: str) -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")} | {
         "HF_ENDPOINT": endpoint, "HF_HOME": str(home / "hf"), "OCTAVO_HOME": str(home / "own"),
         "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1", **env,
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
     }  # fmt: skip
+
+
+def ask(home: Path, endpoint: str, *calls: dict[str, Any], **env: str) -> list[dict[str, Any]]:
+    """Runs the calls in a fresh process with that endpoint and an empty or given cache."""
+    environment = environment_of(home, endpoint, **env)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         input="".join(json.dumps({"call": "locate"} | c) + "\n" for c in calls),
@@ -258,3 +312,97 @@ def test_offline_mode_is_honoured(server: Hub, tmp_path: Path) -> None:
     (answer,) = ask(tmp_path, server.url, {"model": "org/m"}, HF_HUB_OFFLINE="1")
     assert answer["error"] == "HubUnreachableError" and "HF_HUB_OFFLINE" in answer["message"]
     assert not server.requests
+
+
+def test_killed_download_is_resumed_and_its_half_is_never_used(server: Hub, tmp_path: Path) -> None:
+    server.hold = "model.safetensors"
+    call = json.dumps({"call": "locate", "model": "org/big"}) + "\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=environment_of(tmp_path, server.url),
+    ) as process:  # fmt: skip
+        assert process.stdin is not None
+        process.stdin.write(call)
+        process.stdin.flush()
+        try:
+            assert server.held.wait(30)
+            end = time.monotonic() + 20
+            while not _incomplete_bytes(tmp_path) and time.monotonic() < end:
+                time.sleep(0.01)  # what was sent is on its way to the disk
+        finally:
+            process.kill()
+    written = _incomplete_bytes(tmp_path)
+    assert 0 < written <= 12 << 20
+    server.hold = ""
+    (offline,) = ask(tmp_path, server.url, {"model": "org/big"}, HF_HUB_OFFLINE="1")
+    assert offline["error"] == "HubUnreachableError"  # the half is not taken for the model
+    (second,) = ask(tmp_path, server.url, {"model": "org/big"})
+    content = (Path(second["path"]) / "model.safetensors").read_bytes()
+    assert content == BIG["model.safetensors"]
+    spans = [
+        span for method, path, span in server.requests
+        if method == "GET" and path.endswith("/model.safetensors")
+    ]  # fmt: skip
+    assert spans[0] is None and spans[1] is not None
+    assert int(spans[1].removeprefix("bytes=").split("-")[0]) == written
+
+
+def _incomplete_bytes(home: Path) -> int:
+    return sum(p.stat().st_size for p in home.rglob("*.octavo.part"))
+
+
+def test_other_bytes_than_the_hub_states_are_deleted(server: Hub, tmp_path: Path) -> None:
+    server.damaged = "model.safetensors"
+    (answer,) = ask(tmp_path, server.url, {"model": "org/m"})
+    assert answer["error"] == "WeightsError"
+    assert "org/m/model.safetensors arrived damaged: its SHA-256 is" in answer["message"]
+    left = [p.name for p in (tmp_path / "hf").rglob("*") if "safetensors" in p.name]
+    assert left == []
+    server.damaged = ""
+    (again,) = ask(tmp_path, server.url, {"model": "org/m"})
+    content = (Path(again["path"]) / "model.safetensors").read_bytes()
+    assert content == FILES["model.safetensors"]
+
+
+def test_listed_file_that_cannot_be_had_is_named(server: Hub, tmp_path: Path) -> None:
+    server.gone = "model-2.safetensors"
+    (first,) = ask(tmp_path, server.url, {"model": "org/shards"})
+    assert first["error"] == "ModelNotFoundError"
+    assert "org/shards/model-2.safetensors does not exist" in first["message"]
+    # one of two shards is no model
+    (offline,) = ask(tmp_path, server.url, {"model": "org/shards"}, HF_HUB_OFFLINE="1")
+    assert offline["error"] == "HubUnreachableError"
+    server.gone = ""
+    (whole,) = ask(tmp_path, server.url, {"model": "org/shards"})
+    names = {n for n in SHARDS if "/" not in n}
+    assert set(whole["files"]) == names | {"additional_chat_templates"}
+    assert (Path(whole["path"]) / "additional_chat_templates" / "rag.jinja").read_bytes() == b"rag"
+    asked = [
+        path
+        for m, path, _ in server.requests
+        if m == "GET" and path.endswith("model-1.safetensors")
+    ]
+    assert len(asked) == 1  # the one that arrived is not fetched again
+
+
+def test_split_gguf_comes_whole(server: Hub, tmp_path: Path) -> None:
+    server.gone = "M-Q4_0-00002-of-00002.gguf"
+    (half,) = ask(tmp_path, server.url, {"model": "org/split"})
+    assert half["error"] == "ModelNotFoundError" and "00002-of-00002" in half["message"]
+    server.gone = ""
+    plain, named = ask(tmp_path, server.url, {"model": "org/split"}, {"model": "org/split:Q4_0"})
+    assert plain["path"] == named["path"] and plain["files"] == ["M-Q4_0-00001-of-00002.gguf"]
+    assert sorted(p.name for p in Path(plain["path"]).parent.iterdir()) == list(SPLIT)
+
+
+def test_revision_stays_what_it_was_when_the_branch_moves(server: Hub, tmp_path: Path) -> None:
+    (first,) = ask(tmp_path, server.url, {"model": "org/m"})
+    server.commits = {"main": "d" * 40, "v1": COMMIT}
+    pinned, tagged, pulled, main = ask(
+        tmp_path, server.url, {"model": "org/m", "revision": COMMIT},
+        {"model": "org/m", "revision": "v1"}, {"call": "pull", "name": "org/m"},
+        {"model": "org/m"},
+    )  # fmt: skip
+    assert pinned["path"] == tagged["path"] == first["path"]
+    assert Path(first["path"]).name == COMMIT
+    assert pulled["path"] == main["path"] and Path(main["path"]).name == "d" * 40

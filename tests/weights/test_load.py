@@ -12,10 +12,13 @@ import torch
 
 from octavo.arch import ModelArch
 from octavo.errors import ModelNotFoundError, UnsupportedModelError, WeightsError
+from octavo.layers.gguf_weight import GGUFWeight
+from octavo.layers.quantized import Weight
 from octavo.weights.dummy import DummySource
 from octavo.weights.gguf_file import GGUFFile
 from octavo.weights.load import load_weights, open_model
 from octavo.weights.locate import from_folder, locate
+from octavo.weights.source import Keep
 
 ARCH = ModelArch(
     architecture="LlamaForCausalLM", vocab_size=8, hidden_size=4, intermediate_size=6, num_layers=1,
@@ -29,14 +32,14 @@ class Model:
     """Keeps what it is given."""
 
     def __init__(self, spec: dict[str, tuple[int, ...]]) -> None:
-        self.spec, self.got = spec, dict[str, torch.Tensor]()
+        self.spec, self.got = spec, dict[str, Any]()
 
     def parameters_spec(self) -> dict[str, tuple[int, ...]]:
         return self.spec
 
-    def load(self, name: str, tensor: torch.Tensor) -> None:
+    def load(self, name: str, weight: Weight) -> None:
         assert name not in self.got
-        self.got[name] = tensor
+        self.got[name] = weight
 
 
 class Memory:
@@ -55,7 +58,9 @@ class Memory:
     def num_bytes(self) -> int:
         return 4 * len(self._shapes)
 
-    def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor, int]]:
+    def tensors(
+        self, dtype: torch.dtype | None = None, keep: Keep | None = None
+    ) -> Iterator[tuple[str, Weight, int]]:
         self.opened = True
         for number, (name, shape) in enumerate(self._shapes.items()):
             yield name, torch.full(shape, float(number)), 4
@@ -113,6 +118,7 @@ def test_known_buffers_are_skipped() -> None:
         model__embed_tokens__weight=(8, 4),
         model__norm__weight=(4,),
         model__layers__0__self_attn__rotary_emb__inv_freq=(2,),
+        transformer__h__0__self_attention__maybe_rotary__inv_freq=(2,),
     )
     load_weights(Model(SPEC), source, ARCH)
 
@@ -195,7 +201,7 @@ def test_generation_config_wins_for_end_of_sequence(tmp_path: Path, tiny_model: 
 
 @pytest.mark.parametrize(
     ("text", "error"),
-    [("{", WeightsError), ("[]", WeightsError), ('{"model_type": "gpt2"}', UnsupportedModelError)],
+    [("{", WeightsError), ("[]", WeightsError), ('{"model_type": "bert"}', UnsupportedModelError)],
 )
 def test_bad_config(tmp_path: Path, text: str, error: type[Exception]) -> None:
     (tmp_path / "config.json").write_text(text)
@@ -221,7 +227,7 @@ def test_default_model_loads_exactly_as_package_gguf_dequantizes(default_model_p
     arch, source = opened.arch, opened.source
     assert source is not None
     assert (arch.num_layers, arch.num_heads, arch.num_kv_heads, arch.head_dim) == (30, 9, 3, 64)
-    assert (arch.vocab_size, arch.rope.theta, arch.rms_norm_eps) == (49152, 100000.0, 1e-5)
+    assert (arch.vocab_size, arch.rope.theta, arch.norm_eps) == (49152, 100000.0, 1e-5)
     assert arch.tie_word_embeddings and arch.eos_token_ids == (2,) and arch.bos_token_id == 1
     assert len(source.shapes()) == 272
     file = GGUFFile(default_model_path)
@@ -244,3 +250,42 @@ def test_default_model_loads_exactly_as_package_gguf_dequantizes(default_model_p
             continue
         checked += 1
     assert checked == 2
+
+
+class Packed(Memory):
+    """A source whose matrices are quantized: rows of Q8_0 blocks, all of them 1.0."""
+
+    def tensors(
+        self, dtype: torch.dtype | None = None, keep: Keep | None = None
+    ) -> Iterator[tuple[str, Weight, int]]:
+        for name, shape in self._shapes.items():
+            if len(shape) < 2 or keep is None or not keep(name):
+                yield name, torch.ones(shape, dtype=dtype), 4
+                continue
+            block = torch.tensor([0x00, 0x3C, *[1] * 32], dtype=torch.uint8)  # 1.0 in half, 1s
+            yield name, GGUFWeight.of(block.repeat(shape[0], shape[1] // 32), 8, shape[1]), 4
+
+
+def test_weights_stay_quantized_where_the_model_wants_them_so() -> None:
+    spec = {EMBED: (8, 32), "a.weight": (4, 32), "b.weight": (4, 32), NORM: (32,)}
+    model = Model(spec)
+    source = Packed(**{k.replace(".", "__"): v for k, v in spec.items()})
+    load_weights(model, source, TIED, dtype=torch.bfloat16, keep=lambda name: name == "a.weight")
+    kept = model.got["a.weight"]
+    assert isinstance(kept, GGUFWeight) and kept.format == "Q8_0" and kept.shape == (4, 32)
+    for name in (EMBED, "b.weight"):
+        assert model.got[name].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kept", [(HEAD,), (EMBED,), (HEAD, EMBED), ()])
+def test_tied_head_may_stay_quantized_without_the_embedding(kept: tuple[str, ...]) -> None:
+    model = Model({EMBED: (8, 32), HEAD: (8, 32)})
+    load_weights(
+        model, Packed(model__embed_tokens__weight=(8, 32)), TIED, dtype=torch.bfloat16,
+        keep=lambda name: name in kept,
+    )  # fmt: skip
+    for name in (EMBED, HEAD):
+        weight = model.got[name]
+        assert isinstance(weight, GGUFWeight) == (name in kept)
+        values = weight.dequantize(torch.float32) if name in kept else weight.float()
+        assert torch.equal(values, torch.ones(8, 32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +117,12 @@ def test_own_cache_comes_first(tmp_path: Path) -> None:
 def test_default_model_in_own_cache_counts_only_when_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = model_cache(DEFAULT_MODEL) / Path(wheel.MEMBER).name
+    file = model_cache(DEFAULT_MODEL) / wheel.WHEEL_MODELS[0].file_name
     touch(file.parent, file.name)
     with pytest.raises(AssertionError, match="network"):
         locate(DEFAULT_MODEL)
-    monkeypatch.setattr(wheel, "NUM_BYTES", 0)
+    empty = dataclasses.replace(wheel.WHEEL_MODELS[0], parts=())
+    monkeypatch.setattr(wheel, "WHEEL_MODELS", (empty,))
     assert locate(DEFAULT_MODEL).path == file
     assert locate(DEFAULT_MODEL, load_format="dummy").kind == "dummy"
     with pytest.raises(AssertionError, match="network"):

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import struct
+import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from octavo.errors import ModelNotFoundError, UnsupportedModelError, WeightsError
+from octavo.layers.quantized import Weight
+from octavo.weights.load import load_weights, open_model
+from octavo.weights.locate import from_folder
 from octavo.weights.safetensors_source import SafetensorsSource
 
 
@@ -115,3 +120,48 @@ def test_mistral_original_copy_is_not_read_twice(tmp_path: Path) -> None:
 def test_no_file(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="no safetensors file"):
         SafetensorsSource(tmp_path)
+
+
+class Bar:
+    """Progress that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.total: int | None = None
+        self.done: list[int] = []
+
+    def start(self, what: str, total_bytes: int | None = None) -> None:
+        self.total = total_bytes
+
+    def update(self, done_bytes: int) -> None:
+        self.done.append(done_bytes)
+
+    def finish(self) -> None:
+        self.done.append(-1)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_one_tensor_at_a_time_is_alive(sharded: Path, dtype: torch.dtype | None) -> None:
+    """A model that drops what it is given shows what the loader itself holds on to."""
+    source = open_model(from_folder(sharded, "auto", "m")).source
+    assert source is not None
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    peak = 0
+
+    class Dropping:
+        def parameters_spec(self) -> dict[str, tuple[int, ...]]:
+            return source.shapes()
+
+        def load(self, name: str, weight: Weight) -> None:
+            nonlocal peak
+            assert isinstance(weight, torch.Tensor)
+            alive.add(weight)
+            peak = max(peak, sum(t.numel() * t.element_size() for t in alive))
+
+    bar, arch = Bar(), open_model(from_folder(sharded, "auto", "m")).arch
+    load_weights(Dropping(), source, arch, dtype=dtype, progress=bar)
+    largest = max(int(np.prod(shape)) for shape in source.shapes().values())
+    assert peak <= 2 * 4 * largest  # the one handed over, and the next one read meanwhile
+    assert peak < source.num_bytes / 4
+    assert bar.total == source.num_bytes == bar.done[-2]
+    assert bar.done[:-1] == sorted(bar.done[:-1]) and bar.done[-1] == -1
+    assert len(bar.done) == len(source.shapes()) + 1

@@ -53,6 +53,7 @@ class BuiltEngine:
             cache=kv.cache_stats(),
             host=kv.host_ledger(),
             disk=kv.disk_ledger(),
+            groups=kv.held_by_group(),
             pressure=Pressure.of(
                 scheduler.num_preemptions,
                 scheduler.pressure_totals,
@@ -65,15 +66,20 @@ class BuiltEngine:
         )
 
     def chat_prompt(
-        self, messages: Sequence[Any], *, chat_template: str | None, add_generation_prompt: bool
+        self,
+        messages: Sequence[Any],
+        *,
+        chat_template: str | None,
+        add_generation_prompt: bool,
+        tools: Sequence[Any] | None = None,
     ) -> Prompt:
         """A conversation as token ids, through the model's template or the given one."""
         if self.tokenizer is None:
             raise InvalidRequestError(
                 "chat needs a tokenizer, and skip_tokenizer_init left it out", parameter="messages"
             )
-        template = find_template(self.tokenizer, chat_template)
-        text = template.render(messages, add_generation_prompt=add_generation_prompt)
+        template = find_template(self.tokenizer, chat_template, tools=bool(tools))
+        text = template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
         # The template writes the special tokens itself; adding them again would double them.
         return self.tokenizer.encode(text, add_special_tokens=False)
 

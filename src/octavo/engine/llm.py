@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from octavo.config import EngineConfig
@@ -164,16 +164,19 @@ class LLM:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         cache_salt: str = "",
         priority: int | Sequence[int] | None = None,
         client_id: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them through the model's chat template.
 
+        chat_template: Jinja text, or the name of one of the model's. tools: JSON descriptions of
+        functions for the template to show the model; calls of them are left in the answer's text.
         sampling_params, priority, client_id: as of `generate`, for each conversation.
         """
         prompts = [
-            self._chat_prompt(conversation, chat_template, add_generation_prompt, cache_salt)
+            self._chat_prompt(conversation, chat_template, add_generation_prompt, cache_salt, tools)
             for conversation in conversations(messages)
         ]
         return self.generate(
@@ -342,9 +345,14 @@ class LLM:
             self._driver.forget(request_ids)
 
     def _chat_prompt(
-        self, messages: Sequence[Message], template: str | None, generate: bool, cache_salt: str
+        self,
+        messages: Sequence[Message],
+        template: str | None,
+        generate: bool,
+        cache_salt: str,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Prompt:
         prompt = self._engine.chat_prompt(
-            messages, chat_template=template, add_generation_prompt=generate
+            messages, chat_template=template, add_generation_prompt=generate, tools=tools
         )
         return salted(prompt, cache_salt)

@@ -50,7 +50,8 @@ class ServeConfig:
     served_model_name: tuple[str, ...] = ()
     """Names by which requests may ask for the model; the first is told. By default its own."""
     chat_template: str | None = None
-    """File with a Jinja chat template to use instead of the model's."""
+    """File with a Jinja chat template, or the name of one of the model's, to use instead of its
+    usual one."""
     max_body_bytes: int = 32 * 2**20
     """Largest request body."""
     max_prompts: int = 256

@@ -8,6 +8,7 @@ import dataclasses
 import errno
 import logging
 import os
+import re
 import resource
 import signal
 import socket
@@ -106,6 +107,8 @@ def _template(config: ServeConfig) -> str | None:
     try:
         return Path(config.chat_template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, FileNotFoundError) and re.fullmatch(r"[\w-]+", config.chat_template):
+            return config.chat_template  # the name of one of the model's: known when it is loaded
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(
             f"--chat-template {config.chat_template} cannot be read: {reason}"

@@ -6,18 +6,22 @@ Templates come with models from strangers: they run in Jinja's sandbox and see p
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import InvalidRequestError, TokenizerError
-from octavo.text.tokenizer import DEFAULT_TEMPLATE, Tokenizer
+from octavo.text.folder_files import DEFAULT_TEMPLATE
+from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import jinja2
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles every template may be given; others only when the template itself names them."""
+NAME = re.compile(r"[\w-]+")
+"""What names a template; as a template it would be a constant."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _CONTINUE = "<|octavo: the message goes on here|>"
 
@@ -121,15 +125,24 @@ def chat_template(
 ) -> ChatTemplate:
     """The template to use: `source` when given, otherwise the tokenizer's.
 
-    tools: prefer the model's template for tools where it has two. Raises `TokenizerError` when the
-    model has none.
+    source: Jinja text, or the name of one of the model's templates. tools: prefer the model's
+    template for tools where it has two. Raises `TokenizerError` when the model has none,
+    `InvalidRequestError` when it has none of that name.
     """
+    templates = tokenizer.chat_templates
+    if source is not None and NAME.fullmatch(source):
+        if source not in templates:
+            raise InvalidRequestError(
+                f"the model has no chat template called {source!r}; it has: "
+                f"{', '.join(templates) or 'none'}",
+                parameter="chat_template",
+            )
+        source = templates[source]
     if source is None:
-        templates = tokenizer.chat_templates
         source = templates.get("tool_use") if tools else None
         source = source or templates.get(DEFAULT_TEMPLATE)
     if source is None:
-        others = ", ".join(tokenizer.chat_templates)
+        others = ", ".join(templates)
         raise TokenizerError(
             "the model has no chat template"
             + (f" called {DEFAULT_TEMPLATE!r} (it has {others})" if others else "")

@@ -1,8 +1,9 @@
 """The tokenizer inside a GGUF file, rebuilt with the `tokenizers` library.
 
 Byte-level BPE (`tokenizer.ggml.model` gpt2) with the pre-tokenizer that `tokenizer.ggml.pre`
-names, and SentencePiece BPE with byte fallback (llama). Splitting rules are llama.cpp's, in the
-regular expressions of the original tokenizer.json files where it quotes them.
+names, SentencePiece (llama: BPE with byte fallback, t5: unigram) and WordPiece (bert). Splitting
+rules are llama.cpp's, in the regular expressions of the original tokenizer.json files where it
+quotes them.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from octavo.errors import OctavoError, TokenizerError
-from octavo.text.tokenizer import DEFAULT_TEMPLATE, FastTokenizer
+from octavo.text import sentencepiece
+from octavo.text.folder_files import DEFAULT_TEMPLATE
+from octavo.text.sentencepiece import NORMAL, Pieces
+from octavo.text.tokenizer import FastTokenizer
 from octavo.weights.gguf_file import GGUFFile
 
-_CONTROL, _USER_DEFINED, _NORMAL, _UNKNOWN, _BYTE = 3, 4, 1, 2, 6
-"""Values of `tokenizer.ggml.token_type`."""
+_KINDS = ("gpt2", "llama", "t5", "bert")
+"""Values of `tokenizer.ggml.model`."""
 _SPACE = "\u2581"
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -35,6 +39,14 @@ _CASED = (
     r"|%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+
+
+_DEFAULT_IDS = {
+    "llama": {"bos": 1, "eos": 2, "unk": 0},
+    "t5": {"eos": 1, "unk": 2},
+    "bert": {"bos": 101, "unk": 100, "sep": 102, "pad": 0},
+}
+"""Kind -> ids of tokens that the file need not state, as llama.cpp has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,24 +105,27 @@ def load_gguf_tokenizer(source: str | Path | GGUFFile) -> FastTokenizer:
 
 def _build(file: GGUFFile) -> FastTokenizer:
     vocab = _Vocabulary(file)
+    pieces, add_bos, add_eos = vocab.pieces(), False, False
     if vocab.kind == "gpt2":
         pre = _pre_tokenizer(vocab)
         backend, add_bos = _byte_level(vocab, pre), pre.add_bos
-    elif vocab.kind == "llama":
-        backend, add_bos = _sentencepiece(vocab), True
+    elif vocab.kind in ("llama", "t5"):
+        backend, add_bos, add_eos = sentencepiece.build(pieces), not pieces.unigram, pieces.unigram
+    elif vocab.kind == "bert":
+        backend, add_bos, add_eos = _word_piece(vocab), True, True
     else:
         raise TokenizerError(
-            f"{vocab.path}: tokenizer {vocab.kind!r} is not supported; known: gpt2, llama; name "
-            "another with --tokenizer"
+            f"{vocab.path}: tokenizer {vocab.kind!r} is not supported; known: {', '.join(_KINDS)}; "
+            "name another with --tokenizer"
         )
-    _add_special(backend, vocab)
+    sentencepiece.add_special(backend, pieces, unknown=vocab.kind != "gpt2")
     return FastTokenizer(
         backend,
         eos_token_ids=file.eos_token_ids,
         special_tokens=vocab.named_tokens(),
         chat_templates=_templates(file.metadata),
         add_bos=bool(vocab.get("add_bos_token", add_bos)),
-        add_eos=bool(vocab.get("add_eos_token", False)),
+        add_eos=bool(vocab.get("add_eos_token", add_eos)),
     )
 
 
@@ -126,7 +141,7 @@ class _Vocabulary:
                 f"no tokenizer in {self.path} (no tokenizer.ggml.tokens); name one with "
                 "--tokenizer, or use --skip-tokenizer-init and pass token ids"
             )
-        self.types: list[int] = self.get("token_type") or [_NORMAL] * len(self.tokens)
+        self.types: list[int] = self.get("token_type") or [NORMAL] * len(self.tokens)
         # of two tokens spelled alike (padding) the first is meant
         self.ids = {t: i for i, t in reversed(list(enumerate(self.tokens)))}
 
@@ -146,13 +161,32 @@ class _Vocabulary:
     def named_tokens(self) -> dict[str, str]:
         """`bos_token` ... -> text."""
         keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
-        defaults = {"bos": 1, "eos": 2, "unk": 0} if self.kind == "llama" else {}
+        defaults = _DEFAULT_IDS.get(self.kind, {})
         named = {}
         for name, key in keys.items():
             token_id = self.get(f"{key}_token_id", defaults.get(name))
             if isinstance(token_id, int) and 0 <= token_id < len(self.tokens):
                 named[f"{name}_token"] = self.tokens[token_id]
+        if self.kind == "bert" and "sep_token" in named:
+            named.setdefault("eos_token", named["sep_token"])
         return named
+
+    def pieces(self) -> Pieces:
+        """Tokens with scores, types and what else SentencePiece wants to know."""
+        unigram, defaults = self.kind == "t5", _DEFAULT_IDS.get(self.kind, {})
+        charsmap = self.get("precompiled_charsmap", [])
+        return Pieces(
+            self.tokens,
+            self.get("scores") or [0.0] * len(self.tokens),
+            self.types,
+            unigram=unigram,
+            unk_id=int(self.get("unknown_token_id", defaults.get("unk", 0))),
+            byte_fallback=not unigram,
+            add_prefix=bool(self.get("add_space_prefix", True)),
+            collapse_spaces=bool(self.get("remove_extra_whitespaces", False)),
+            charsmap=bytes(byte & 255 for byte in charsmap) if unigram else b"",
+            merges=self.merges() if self.kind == "llama" else (),
+        )
 
 
 def _pre_tokenizer(vocab: _Vocabulary) -> _Pre:
@@ -181,54 +215,22 @@ def _byte_level(vocab: _Vocabulary, pre: _Pre) -> tokenizers.Tokenizer:
     return backend
 
 
-def _sentencepiece(vocab: _Vocabulary) -> tokenizers.Tokenizer:
-    """BPE on the raw text with spaces written as U+2581, unknown characters as bytes."""
-    merges = vocab.merges() or _merges_by_score(vocab)
-    unknown = vocab.named_tokens().get("unk_token")
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=vocab.ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
-        )
-    )
-    prefix = bool(vocab.get("add_space_prefix", True))
-    steps = [normalizers.Prepend(_SPACE)] if prefix else []
-    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-        + ([decoders.Strip(content=" ", left=1, right=0)] if prefix else [])
-    )
+def _word_piece(vocab: _Vocabulary) -> tokenizers.Tokenizer:
+    """BERT's: the file marks the starts of words, the original their further pieces."""
+    ids = {_bert_spelling(token): index for token, index in vocab.ids.items()}
+    unknown = vocab.named_tokens().get("unk_token", "[UNK]")
+    backend = tokenizers.Tokenizer(models.WordPiece(ids, unk_token=unknown))
+    # llama.cpp lowers and takes accents off whatever the model was trained on
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True, strip_accents=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
     return backend
 
 
-def _merges_by_score(vocab: _Vocabulary) -> list[tuple[str, str]]:
-    """SentencePiece has no merges: neighbours that make a token may join, best score first."""
-    scores = vocab.get("scores") or [0.0] * len(vocab.tokens)
-    mergeable = {
-        t: scores[i]
-        for t, i in vocab.ids.items()
-        if vocab.types[i] in (_NORMAL, _USER_DEFINED) and len(t) > 0
-    }
-    ranked = []
-    for token, score in mergeable.items():
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in mergeable and right in mergeable:
-                ranked.append((-score, vocab.ids[token], cut, left, right))
-    ranked.sort()
-    return [(left, right) for *_, left, right in ranked]
-
-
-def _add_special(backend: tokenizers.Tokenizer, vocab: _Vocabulary) -> None:
-    """Control tokens are special; user-defined ones are found whole in text but are text."""
-    unknown = (_UNKNOWN,) if vocab.kind == "llama" else ()
-    special, plain = [], []
-    for token, kind in zip(vocab.tokens, vocab.types, strict=False):
-        if token and kind in (_CONTROL, *unknown):
-            special.append(AddedToken(token, normalized=False, special=True))
-        elif token and kind == _USER_DEFINED:
-            plain.append(AddedToken(token, normalized=False, special=False))
-    backend.add_special_tokens(special)
-    backend.add_tokens(plain)
+def _bert_spelling(token: str) -> str:
+    if token.startswith("[") and token.endswith("]"):
+        return token
+    return token[1:] if token.startswith(_SPACE) else f"##{token}"
 
 
 def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:

@@ -1,34 +1,30 @@
 """Text <-> token ids, whatever the tokenizer lies in: a Hugging Face folder or a GGUF file.
 
-The work is done by `tokenizers`; transformers is imported only for folders without a
-`tokenizer.json`.
+The work is done by `tokenizers`; transformers is imported only for folders with neither a
+`tokenizer.json` nor a SentencePiece `tokenizer.model`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from octavo.errors import InvalidRequestError, TokenizerError
-from octavo.hf_config import token_ids
+from octavo.text.folder_files import (
+    DEFAULT_TEMPLATE,
+    NAMED_TOKENS,
+    WAY_OUT,
+    add_missing,
+    folder_eos,
+    folder_templates,
+    named_tokens,
+    read_json,
+)
 
 if TYPE_CHECKING:
     import tokenizers
-
-_NAMED = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "pad_token",
-    "sep_token",
-    "cls_token",
-    "mask_token",
-)
-DEFAULT_TEMPLATE = "default"
-_WAY_OUT = "download it again, or name another tokenizer with --tokenizer"
 
 
 class Tokenizer(Protocol):
@@ -185,7 +181,11 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
         raise TokenizerError(f"no tokenizer at {path}: not a folder or .gguf file")
     if (path / "tokenizer.json").is_file():
         return _from_folder(path)
-    if any((path / f).is_file() for f in ("tokenizer.model", "vocab.json")):
+    if (path / "tokenizer.model").is_file():
+        from octavo.text.spm_folder import load_spm_folder
+
+        return load_spm_folder(path)
+    if (path / "vocab.json").is_file():
         return _through_transformers(path)
     raise TokenizerError(
         f"no tokenizer in {path} (no tokenizer.json, tokenizer.model or vocab.json); name one with "
@@ -200,116 +200,26 @@ def _from_folder(folder: Path) -> FastTokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
-        raise TokenizerError(f"{path} cannot be read: {error}; {_WAY_OUT}") from error
-    config = _read_json(folder / "tokenizer_config.json")
-    named = _named_tokens(_read_json(folder / "special_tokens_map.json") | config)
+        raise TokenizerError(f"{path} cannot be read: {error}; {WAY_OUT}") from error
+    config = read_json(folder / "tokenizer_config.json")
+    named = named_tokens(read_json(folder / "special_tokens_map.json") | config)
     try:
-        _add_missing(backend, config, list(named.values()))
+        add_missing(backend, config, list(named.values()))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise TokenizerError(
             f"{folder / 'tokenizer_config.json'} is damaged: its added tokens cannot be read "
-            f"({error!r}); {_WAY_OUT}"
+            f"({error!r}); {WAY_OUT}"
         ) from error
     return FastTokenizer(
         backend,
-        eos_token_ids=_folder_eos(folder),
+        eos_token_ids=folder_eos(folder),
         special_tokens=named,
-        chat_templates=_folder_templates(folder, config),
+        chat_templates=folder_templates(folder, config),
     )
 
 
-def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` ... -> text; a token may be given as a string or as an AddedToken's fields."""
-    named = {}
-    for name in _NAMED:
-        value = config.get(name)
-        text = value.get("content") if isinstance(value, Mapping) else value
-        if isinstance(text, str):
-            named[name] = text
-    return named
-
-
-def _add_missing(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: list[str]
-) -> None:
-    """Added tokens that stand in tokenizer_config.json alone, and the special flag of named ones.
-
-    Only tokens that have an id already: a new id would point behind the embedding.
-    """
-    from tokenizers import AddedToken
-
-    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    present = backend.get_added_tokens_decoder()
-    for key, fields in sorted(
-        config.get("added_tokens_decoder", {}).items(), key=lambda kv: int(kv[0])
-    ):
-        if int(key) not in present:
-            token = AddedToken(fields["content"], **{f: fields[f] for f in flags if f in fields})
-            backend.add_tokens([token])
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    entries = list(extra.values() if isinstance(extra, Mapping) else extra)
-    texts = [str(e.get("content", "")) if isinstance(e, Mapping) else str(e) for e in entries]
-    flagged = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
-    wanted = [t for t in dict.fromkeys(texts + named) if t not in flagged]
-    backend.add_special_tokens([t for t in wanted if backend.token_to_id(t) is not None])
-
-
-def _folder_eos(folder: Path) -> tuple[int, ...]:
-    for file in ("generation_config.json", "config.json"):
-        ids = token_ids(_read_json(folder / file).get("eos_token_id"), str(folder / file))
-        if ids:
-            return ids
-    return ()
-
-
-def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name. Raises `TokenizerError` for what is none."""
-    try:
-        templates = _read_templates(folder, config)
-    except (OSError, TypeError, ValueError, KeyError) as error:
-        raise TokenizerError(
-            f"the chat templates in {folder} cannot be read ({error!r}); {_WAY_OUT}"
-        ) from error
-    for name, template in templates.items():
-        if not isinstance(template, str):
-            raise TokenizerError(f"{folder}: chat template {name!r} is no text; {_WAY_OUT}")
-    return templates
-
-
-def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """A file of its own wins over tokenizer_config.json, which may hold one or a list by name."""
-    templates: dict[str, str] = {}
-    stated = config.get("chat_template")
-    if isinstance(stated, str):
-        templates[DEFAULT_TEMPLATE] = stated
-    elif isinstance(stated, list):
-        templates |= {entry["name"]: entry["template"] for entry in stated}
-    legacy = _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(legacy, str):
-        templates[DEFAULT_TEMPLATE] = legacy
-    single = folder / "chat_template.jinja"
-    if single.is_file():
-        templates[DEFAULT_TEMPLATE] = single.read_text("utf-8")
-    more = folder / "additional_chat_templates"
-    templates |= {p.stem: p.read_text("utf-8") for p in sorted(more.glob("*.jinja"))}
-    return templates
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty when there is no such file."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"{path} cannot be read: {error}; {_WAY_OUT}") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path} is damaged: not a JSON object; {_WAY_OUT}")
-    return value
-
-
 def _through_transformers(folder: Path) -> FastTokenizer:
-    """Folders with SentencePiece or vocab and merges only: transformers converts them."""
+    """Folders with a vocabulary and merges only: transformers converts them."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -320,21 +230,21 @@ def _through_transformers(folder: Path) -> FastTokenizer:
     try:
         loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         backend = getattr(loaded, "backend_tokenizer", None)
-        config = _read_json(folder / "tokenizer_config.json")
+        config = read_json(folder / "tokenizer_config.json")
     except Exception as error:  # whatever its many converters raise
         reason = " ".join(str(error).split())  # some are paragraphs
         raise TokenizerError(
-            f"the tokenizer in {folder} cannot be read: {reason}; {_WAY_OUT}"
+            f"the tokenizer in {folder} cannot be read: {reason}; {WAY_OUT}"
         ) from error
     if backend is None:
         raise TokenizerError(
             f"the tokenizer in {folder} has no fast form ({type(loaded).__name__}); name another "
             "with --tokenizer"
         )
-    named = {n: getattr(loaded, n) for n in _NAMED if getattr(loaded, n, None) is not None}
+    named = {n: getattr(loaded, n) for n in NAMED_TOKENS if getattr(loaded, n, None) is not None}
     return FastTokenizer(
         backend,
-        eos_token_ids=_folder_eos(folder),
+        eos_token_ids=folder_eos(folder),
         special_tokens=named,
-        chat_templates=_folder_templates(folder, config),
+        chat_templates=folder_templates(folder, config),
     )

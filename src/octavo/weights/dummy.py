@@ -8,6 +8,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from octavo.layers.quantized import Weight
+from octavo.weights.source import Keep
+
 _STD = 0.02
 
 
@@ -38,7 +41,9 @@ class DummySource:
         """See `WeightSource`."""
         return sum(4 * math.prod(shape) for shape in self._spec.values())
 
-    def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor, int]]:
+    def tensors(
+        self, dtype: torch.dtype | None = None, keep: Keep | None = None
+    ) -> Iterator[tuple[str, Weight, int]]:
         """See `WeightSource`."""
         for name, shape in self._spec.items():
             yield name, self._make(name, shape, dtype), 4 * math.prod(shape)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.errors import ModelNotFoundError, UnsupportedModelError, WeightsError
+from octavo.weights.gguf_split import split_files
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -43,9 +44,13 @@ _CONTROL = 3
 _TURN_ENDS = {
     "llama-bpe": ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
     "qwen2": ("<|endoftext|>", "<|im_end|>"),
+    "gemma": ("<end_of_turn>",),
+    "gemma2": ("<end_of_turn>",),
+    "gemma3": ("<end_of_turn>",),
+    "phi3": ("<|endoftext|>", "<|end|>"),
 }
-"""Pre-tokenizer -> tokens that its family's generation_config.json lists as ends of sequence; the
-metadata has room for one."""
+"""Pre-tokenizer or architecture -> tokens that its family's generation_config.json lists as ends of
+sequence; the metadata has room for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,8 @@ class GGUFTensor:
     offset: int
     """Of the first byte, from the start of the file."""
     num_bytes: int
+    file: int = 0
+    """In which of the files of a split model."""
 
     @property
     def num_elements(self) -> int:
@@ -70,35 +77,37 @@ class GGUFTensor:
 class GGUFFile:
     """A GGUF file's metadata and tensor index; tensor bytes are mapped, not read.
 
-    metadata: key -> int, float, bool, str or list of them. tensors: name -> `GGUFTensor`.
-    Raises `ModelNotFoundError` when there is no such file, `WeightsError` when it is no GGUF, is
-    truncated or damaged, `UnsupportedModelError` for a version or type that cannot be read.
+    metadata: key -> int, float, bool, str or list of them. tensors: name -> `GGUFTensor`. Of a
+    split model (`name-00001-of-00003.gguf`) any file stands for all: metadata are the first's,
+    tensors everyone's. Raises `ModelNotFoundError` when there is no such file, `WeightsError` when
+    it is no GGUF, is truncated, damaged or lacks a part, `UnsupportedModelError` for a version or
+    type that cannot be read.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        try:
-            with self.path.open("rb") as file:
-                size = file.seek(0, 2)
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-        except OSError as error:
-            raise ModelNotFoundError(f"cannot read {self.path}: {error.strerror}") from error
-        self.metadata: dict[str, Any] = {}
-        self.tensors: dict[str, GGUFTensor] = {}
-        cursor = _Cursor(self._map, self.path)
-        num_tensors, num_keys = self._start(cursor)
-        try:
-            for _ in range(num_keys):
-                key = cursor.string("a metadata key")
-                self.metadata[key] = cursor.value(cursor.scalar(4, key), key)
-            entries = [self._entry(cursor) for _ in range(num_tensors)]
-        except UnicodeDecodeError as error:
-            raise WeightsError(f"{self.path} is damaged: {error}") from error
-        self._place(entries, cursor.position)
+        paths = split_files(Path(path))
+        parts = [_OneFile(p) for p in paths]
+        self.path = paths[0]
+        self.metadata: dict[str, Any] = parts[0].metadata
+        self.tensors: dict[str, GGUFTensor] = dict(parts[0].tensors)
+        self._maps = [part.map for part in parts]
+        self._check_split(parts)
+        for index, part in enumerate(parts[1:], 1):
+            for name, tensor in part.tensors.items():
+                if name in self.tensors:
+                    raise WeightsError(
+                        f"{part.path} is damaged: {name!r} is in another part as well"
+                    )
+                self.tensors[name] = replace(tensor, file=index)
 
     def data(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
         """The tensor's packed bytes, one-dimensional; a view of the mapped file."""
-        return np.frombuffer(self._map, np.uint8, tensor.num_bytes, tensor.offset)
+        return np.frombuffer(self._maps[tensor.file], np.uint8, tensor.num_bytes, tensor.offset)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size on disk."""
+        return sum(len(part) for part in self._maps)
 
     @property
     def architecture(self) -> str:
@@ -114,10 +123,11 @@ class GGUFFile:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a sequence: the stated ones and those known of the tokenizer's family."""
+        """Tokens that end a sequence: the stated ones and those known of the model's family."""
         stated = (self.metadata.get(f"tokenizer.ggml.{k}_token_id") for k in ("eos", "eot", "eom"))
         ids = [value for value in stated if isinstance(value, int)]
-        ends = _TURN_ENDS.get(self.metadata.get("tokenizer.ggml.pre", ""), ())
+        kinds = ("tokenizer.ggml.pre", "general.architecture")
+        ends = {end for kind in kinds for end in _TURN_ENDS.get(self.metadata.get(kind, ""), ())}
         if ids and ends:
             tokens = self.metadata.get("tokenizer.ggml.tokens", [])
             types = self.metadata.get("tokenizer.ggml.token_type", [])
@@ -125,8 +135,49 @@ class GGUFFile:
             ids += sorted(found)
         return tuple(dict.fromkeys(ids))
 
+    def _check_split(self, parts: list[_OneFile]) -> None:
+        stated = self.metadata.get("split.count", 1) or 1
+        if stated != len(parts):
+            raise WeightsError(
+                f"{self.path} is one of {stated} parts of a split model, but has not the name "
+                f"llama-gguf-split gave it (NAME-00001-of-{stated:05}.gguf), by which the others "
+                "are found: rename it"
+            )
+        total = sum(len(part.tensors) for part in parts)
+        if (expected := self.metadata.get("split.tensors.count", total)) != total:
+            raise WeightsError(
+                f"the {len(parts)} parts of {self.path} hold {total} tensors instead of "
+                f"{expected}; download them again"
+            )
+
+
+class _OneFile:
+    """Metadata and tensor index of one file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.map: mmap.mmap | bytes
+        try:
+            with self.path.open("rb") as file:
+                size = file.seek(0, 2)
+                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        except OSError as error:
+            raise ModelNotFoundError(f"cannot read {self.path}: {error.strerror}") from error
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, GGUFTensor] = {}
+        cursor = _Cursor(self.map, self.path)
+        num_tensors, num_keys = self._start(cursor)
+        try:
+            for _ in range(num_keys):
+                key = cursor.string("a metadata key")
+                self.metadata[key] = cursor.value(cursor.scalar(4, key), key)
+            entries = [self._entry(cursor) for _ in range(num_tensors)]
+        except UnicodeDecodeError as error:
+            raise WeightsError(f"{self.path} is damaged: {error}") from error
+        self._place(entries, cursor.position)
+
     def _start(self, cursor: _Cursor) -> tuple[int, int]:
-        magic = bytes(self._map[:4])
+        magic = bytes(self.map[:4])
         if magic != MAGIC:
             found = f"it starts with {magic!r}, not {MAGIC!r}" if magic else "it is empty"
             raise WeightsError(f"{self.path} is not a GGUF file: {found}; download it again")
@@ -173,10 +224,10 @@ class GGUFFile:
                     f"multiple of the {block} in a {GGMLQuantizationType(type_id).name} block"
                 )
             num_bytes = num_elements // block * block_bytes
-            if start + offset + num_bytes > len(self._map):
+            if start + offset + num_bytes > len(self.map):
                 raise WeightsError(
                     f"{self.path} is truncated: tensor {name!r} ends at byte "
-                    f"{start + offset + num_bytes:,} of a file of {len(self._map):,} bytes; "
+                    f"{start + offset + num_bytes:,} of a file of {len(self.map):,} bytes; "
                     "download it again"
                 )
             self.tensors[name] = GGUFTensor(name, shape, type_id, start + offset, num_bytes)

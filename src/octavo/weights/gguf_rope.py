@@ -1,25 +1,112 @@
-"""llama3 rope scaling out of a GGUF file, which holds its result instead of its parameters.
+"""Rotary embedding out of a GGUF file.
 
-`rope_freqs.weight` is, per pair of dimensions, by what the frequency is divided. Since the smooth
-part is linear in the frequency, the parameters can be fitted back exactly; what the fit does not
-reproduce is refused.
+Of llama3 scaling the file holds the result instead of the parameters: `rope_freqs.weight` is, per
+pair of dimensions, by what the frequency is divided. Since the smooth part is linear in the
+frequency, the parameters can be fitted back exactly; what the fit does not reproduce is refused.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from octavo.arch import RopeConfig
 from octavo.errors import UnsupportedModelError
+from octavo.weights.gguf_metadata import Metadata, shortest
 
 Floats = npt.NDArray[np.float64]
 
 _STANDARD = (1.0, 4.0, 8192)
 """low_freq_factor, high_freq_factor, original context of every Llama 3.1 to 3.3 checkpoint."""
 _TOLERANCE = 1e-3
+_F32 = 0
+"""`gguf.GGMLQuantizationType`."""
+_FREQS = "rope_freqs.weight"
+_SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+
+
+def read_rope(metadata: Metadata, head_dim: int) -> RopeConfig:
+    """Rope of the layers without a window.
+
+    Raises `UnsupportedModelError` for a scaling that is not known.
+    """
+    theta = metadata.real("rope.freq_base", 10000.0)
+    rotary_dim = metadata.number("rope.dimension_count", head_dim)
+    plain = RopeConfig(theta=theta, rotary_dim=rotary_dim)
+    if metadata.holds(_LONG, _SHORT):
+        return _longrope(metadata, plain)
+    if metadata.holds(_FREQS):
+        return fit_llama3(_factors(metadata, _FREQS), theta, rotary_dim, str(metadata.path))
+    kind = metadata.get("rope.scaling.type", "none")
+    # before there were types there was one number, which meant linear scaling
+    factor = metadata.real("rope.scaling.factor", metadata.real("rope.scale_linear", 1.0))
+    if not metadata.has("rope.scaling.type") and factor not in (0.0, 1.0):
+        kind = "linear"
+    if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
+        return plain
+    if kind == "longrope":
+        raise metadata.refuse(f"rope scaling 'longrope' without the tensor {_LONG}")
+    if kind not in ("linear", "yarn"):
+        raise metadata.refuse(
+            f"rope scaling {kind!r} is not supported; known: linear, yarn, llama3, longrope"
+        )
+    return replace(
+        plain,
+        scaling_type=kind,
+        factor=factor,
+        original_max_position=_original(metadata),
+        beta_fast=metadata.real("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=metadata.real("rope.scaling.yarn_beta_slow", 1.0),
+        attention_factor=_attention_factor(metadata, factor),
+    )
+
+
+def _original(metadata: Metadata) -> int:
+    context = metadata.required("context_length")
+    return metadata.number("rope.scaling.original_context_length", context)
+
+
+def _attention_factor(metadata: Metadata, factor: float) -> float | None:
+    """What replaces yarn's own factor, as `config.json` has it; an older key multiplied it."""
+    if metadata.has("rope.scaling.yarn_attn_factor"):
+        return metadata.real("rope.scaling.yarn_attn_factor", 1.0)
+    extra = metadata.real("rope.scaling.attn_factor", 1.0)
+    default = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+    return None if extra == 1.0 else extra * default
+
+
+def _longrope(metadata: Metadata, plain: RopeConfig) -> RopeConfig:
+    """Two lists of factors, for short and for long contexts (Phi-3)."""
+    short, long = (_factors(metadata, name) for name in (_SHORT, _LONG))
+    wanted = (plain.rotary_dim // 2,)
+    if short.shape != wanted or long.shape != wanted:
+        raise metadata.refuse(
+            f"{_SHORT} and {_LONG} have shapes {short.shape} and {long.shape}, expected {wanted}"
+        )
+    original, context = _original(metadata), metadata.required("context_length")
+    stretched = max(context / original, 1.0)
+    default = math.sqrt(1.0 + math.log(stretched) / math.log(original))
+    stated = metadata.real("rope.scaling.attn_factor", default)
+    return replace(
+        plain,
+        scaling_type="longrope",
+        factor=stretched,
+        original_max_position=original,
+        # the file has it in float32
+        attention_factor=None if math.isclose(stated, default, rel_tol=1e-6) else stated,
+        short_factor=tuple(shortest(float(f)) for f in short),
+        long_factor=tuple(shortest(float(f)) for f in long),
+    )
+
+
+def _factors(metadata: Metadata, name: str) -> npt.NDArray[np.float32]:
+    tensor = metadata.tensor(name)
+    if tensor.type_id != _F32:
+        raise metadata.refuse(f"{name} is not of type F32")
+    return metadata.file.data(tensor).view(np.float32)
 
 
 def llama3_factors(rope: RopeConfig) -> Floats:

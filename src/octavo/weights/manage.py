@@ -9,7 +9,7 @@ from pathlib import Path
 
 from octavo.config import LoadFormat
 from octavo.errors import ModelNotFoundError
-from octavo.weights import hub, locate
+from octavo.weights import hub, locate, wheel
 from octavo.weights.progress import NullProgress, Progress
 
 
@@ -23,7 +23,8 @@ class StoredModel:
     path: Path
     num_bytes: int
     formats: tuple[str, ...]
-    """Of safetensors, gguf; empty: nothing octavo loads (other files of a hub model)."""
+    """Of safetensors, gguf; empty: nothing octavo loads (other files of a hub model, a download
+    that was broken off)."""
 
 
 def pull(
@@ -33,7 +34,7 @@ def pull(
     progress: Progress | None = None,
 ) -> locate.ModelFiles:
     """Download a model, or bring a hub model that is there up to date. Raises as `locate` does."""
-    parsed = None if locate.local_path(name) is not None else hub.HubName.parse(name)
+    parsed = None if locate.local_path(name) is not None else hub.HubName.parse(_full_name(name))
     stored = {m.name for m in list_models() if m.where == "hub"}
     if parsed is not None and parsed.repo in stored:
         # out of reach: `locate` takes what is there, or says why it cannot
@@ -53,7 +54,7 @@ def remove(name: str) -> list[StoredModel]:
     Raises `ModelNotFoundError` naming what there is when there is no such model.
     """
     models = list_models()
-    doomed = [m for m in models if m.name == name]
+    doomed = [m for m in models if m.name == _full_name(name)]
     if not doomed:
         known = ", ".join(dict.fromkeys(m.name for m in models)) or "none"
         raise ModelNotFoundError(f"no stored model {name!r}; stored: {known}")
@@ -62,11 +63,17 @@ def remove(name: str) -> list[StoredModel]:
     return doomed
 
 
+def _full_name(name: str) -> str:
+    """The hub's name for one of the models that have a short one."""
+    in_wheels = wheel.find(name)
+    return name if in_wheels is None else in_wheels.repo
+
+
 def _own() -> list[StoredModel]:
     root = locate.cache_home() / "models"
     folders = [p for p in root.iterdir() if p.is_dir()] if root.is_dir() else []
     stored = [_stored(p.name.replace("--", "/", 1), "octavo", p) for p in folders]
-    return [m for m in stored if m.formats]
+    return [m for m in stored if m.num_bytes]  # not those of which only a lock is there
 
 
 def _hub() -> list[StoredModel]:

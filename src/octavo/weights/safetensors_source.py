@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from octavo.errors import UnsupportedModelError, WeightsError
+from octavo.layers.quantized import Weight
 from octavo.weights.hf_folder import safetensors_files
+from octavo.weights.source import Keep
 
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_BUFFERS = ("inv_freq", "attn.bias", "attention.bias", "masked_bias")
+"""Constants that old checkpoints carry along, masks of bits among them; no weights."""
+_QUANTIZED = ("F8_E4M3", "I32", "I64", "U8", "I8")
+"""Of the parts of quantized weights."""
 _Header = dict[str, dict[str, Any]]
+Read = Callable[[str], torch.Tensor]
 
 
 class SafetensorsSource:
@@ -24,11 +33,13 @@ class SafetensorsSource:
 
     Headers are read and checked at once: raises `WeightsError` for a missing shard, a truncated or
     damaged file, or an index that does not agree with its shards; `ModelNotFoundError` when there
-    is no safetensors file; `UnsupportedModelError` for tensors that are not floating point.
+    is no safetensors file; `UnsupportedModelError` for tensors that are not floating point, and,
+    where `quantized`, no parts of quantized weights.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, quantized: bool = False) -> None:
         self.name = str(folder)
+        self._types = (*_FLOATS, *_QUANTIZED) if quantized else _FLOATS
         self._headers = {path: _read_header(path) for path in safetensors_files(Path(folder))}
         self._check()
 
@@ -45,7 +56,17 @@ class SafetensorsSource:
         """See `WeightSource`."""
         return sum(_num_bytes(e) for header in self._headers.values() for e in header.values())
 
-    def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor, int]]:
+    def formats(self) -> dict[str, int]:
+        """Type of tensors, in the format's own words -> their bytes."""
+        sizes: Counter[str] = Counter()
+        for header in self._headers.values():
+            for entry in header.values():
+                sizes[entry["dtype"]] += _num_bytes(entry)
+        return dict(sizes)
+
+    def tensors(
+        self, dtype: torch.dtype | None = None, keep: Keep | None = None
+    ) -> Iterator[tuple[str, Weight, int]]:
         """See `WeightSource`."""
         from safetensors import SafetensorError, safe_open
 
@@ -61,6 +82,42 @@ class SafetensorsSource:
             except SafetensorError as error:
                 raise WeightsError(f"{path} cannot be read: {error}") from error
 
+    def type_of(self, name: str) -> str:
+        """A tensor's type in the format's own words."""
+        return str(self._entry(name)["dtype"])
+
+    def bytes_of(self, name: str) -> int:
+        """A tensor's size in the file."""
+        return _num_bytes(self._entry(name))
+
+    def in_order(self) -> Iterator[str]:
+        """Names in the order of the bytes, so that a cold disk reads ahead."""
+        for header in self._headers.values():
+            yield from sorted(header, key=lambda name: header[name]["data_offsets"])
+
+    @contextmanager
+    def opened(self) -> Iterator[Read]:
+        """Reads tensors by name, as they are in the file. Raises `WeightsError` as `tensors`."""
+        from safetensors import SafetensorError, safe_open
+
+        with ExitStack() as stack:
+            files: dict[Path, Any] = {}
+
+            def read(name: str) -> torch.Tensor:
+                path = next(p for p, header in self._headers.items() if name in header)
+                try:
+                    if path not in files:
+                        files[path] = stack.enter_context(safe_open(path, framework="pt"))
+                    tensor: torch.Tensor = files[path].get_tensor(name)
+                except SafetensorError as error:
+                    raise WeightsError(f"{path} cannot be read: {error}") from error
+                return tensor
+
+            yield read
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        return next(header[name] for header in self._headers.values() if name in header)
+
     def _check(self) -> None:
         seen: dict[str, Path] = {}
         for path, header in self._headers.items():
@@ -68,10 +125,10 @@ class SafetensorsSource:
                 if name in seen:
                     raise WeightsError(f"tensor {name!r} is both in {seen[name]} and in {path}")
                 seen[name] = path
-                if entry["dtype"] not in _FLOATS and not name.endswith("inv_freq"):
+                if entry["dtype"] not in self._types and not name.endswith(_BUFFERS):
                     raise UnsupportedModelError(
                         f"{path}: tensor {name!r} has type {entry['dtype']}; only "
-                        f"{', '.join(_FLOATS)} are supported: use the unquantized checkpoint"
+                        f"{', '.join(self._types)} are supported: use the unquantized checkpoint"
                     )
 
 

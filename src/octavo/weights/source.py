@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
+
+from octavo.layers.quantized import Weight
+
+Keep = Callable[[str], bool]
+"""Which weights, by name, are to stay quantized."""
 
 
 class WeightSource(Protocol):
@@ -17,12 +22,16 @@ class WeightSource(Protocol):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor's name and shape, read from headers alone."""
 
-    def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor, int]]:
+    def tensors(
+        self, dtype: torch.dtype | None = None, keep: Keep | None = None
+    ) -> Iterator[tuple[str, Weight, int]]:
         """Each tensor, with the bytes it takes in the file.
 
-        Matrices come as `dtype` when it is given (quantized ones are expanded straight into it,
-        a few rows at a time), otherwise in the file's own type, float32 when that is a quantized
-        one. Vectors (norms, biases) keep the file's type, so that the model may hold them exactly.
+        Those for which `keep(name)` is true and which are quantized in the file come as
+        `QuantizedWeight`, in the file's own format. All other matrices come as `dtype` when it is
+        given (quantized ones are expanded straight into it, a few rows at a time), otherwise in
+        the file's own type, float32 when that is a quantized one. Vectors (norms, biases) keep the
+        file's type, so that the model may hold them exactly.
         """
 
     @property

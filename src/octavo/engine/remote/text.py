@@ -58,6 +58,8 @@ class TextSide:
         **variables: Any,
     ) -> list[int]:
         """A conversation as token ids."""
+        if variables.get("tools") and "tool_use" in self._needed().chat_templates:
+            chat_template = chat_template or "tool_use"
         render = partial(
             self._template(chat_template).render,
             messages,
