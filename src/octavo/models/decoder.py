@@ -1,146 +1,52 @@
-"""The one pre-norm, rotary, gated-MLP decoder; families differ by the flags of `ModelArch`.
+"""The one decoder of all families, which differ by the flags of `ModelArch`.
 
-Llama 1/2/3, SmolLM, Mistral, Qwen 2 and Qwen 3. The layer reads top to bottom as data flows.
-Weights arrive one tensor at a time under their Hugging Face names; a layer that needs several
-(q, k and v; gate and up) packs them when the last has come and keeps nothing else.
+Weights arrive one at a time under their canonical names: those of Hugging Face's Llama, extended
+(`octavo.weights.names`). A layer that needs several (q, k and v; gate and up) packs them when the
+last has come and keeps nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from octavo.arch import ModelArch
-from octavo.attention.base import AttentionBackend, ForwardContext, QKNorm
+from octavo.attention.base import AttentionBackend, ForwardContext
+from octavo.errors import UnsupportedModelError
+from octavo.layers.alibi import alibi_slopes
 from octavo.layers.embedding import Embedding, make_embedding
-from octavo.layers.linear import Gated, Linear, make_gated, make_linear
-from octavo.layers.norm import RMSNorm, make_norm
+from octavo.layers.linear import Linear, make_linear
+from octavo.layers.norm import Norm
+from octavo.layers.quantized import Weight
+from octavo.layers.residual import scale_embeddings
 from octavo.layers.rope import RotaryTable
 from octavo.layers.workspace import Workspace
+from octavo.models.layer import DecoderLayer, norm_of
+from octavo.models.mla import LatentAttention
+from octavo.models.mlp import DenseMLP
+from octavo.models.moe import MoEMLP
+from octavo.models.self_attention import SelfAttention
+from octavo.models.sublayer import Arrived, Pending, Shapes, Sublayer, linear_of
 
-Finish = Callable[[dict[str, Tensor]], None]
-Shapes = dict[str, tuple[int, ...]]
-
-
-class _Pending:
-    """Tensors that wait for each other; `finish` gets them once all are there."""
-
-    def __init__(self, shapes: Shapes, finish: Finish) -> None:
-        self.shapes, self.finish = shapes, finish
-        self.arrived: dict[str, Tensor] = {}
-
-    def put(self, name: str, tensor: Tensor) -> None:
-        self.arrived[name] = tensor
-        if len(self.arrived) == len(self.shapes):
-            self.finish(self.arrived)
-            self.arrived = {}
-
-
-class DecoderLayer:
-    """Attention and MLP of one layer, each behind its norm and added to the residual stream."""
-
-    attn_norm: RMSNorm
-    qkv: Linear
-    qk_norm: QKNorm | None = None
-    out: Linear
-    mlp_norm: RMSNorm
-    gate_up: Gated
-    down: Linear
-
-    def __init__(self, arch: ModelArch, index: int, attention: AttentionBackend) -> None:
-        self.arch, self.index, self.attention = arch, index, attention
-        self.q_size = arch.num_heads * arch.head_dim
-        self.kv_size = arch.num_kv_heads * arch.head_dim
-        self.scale = arch.head_dim**-0.5
-        self.window = arch.window(index)
-
-    def forward(self, x: Tensor, ctx: ForwardContext) -> None:
-        """x [num_tokens, hidden_size], the residual stream, is updated in place."""
-        work, num_tokens = ctx.workspace, len(x)
-        normed = work.normed[:num_tokens]
-        qkv = self.qkv.normed(x, self.attn_norm, normed, work.qkv[:num_tokens])
-        attended = work.attended[:num_tokens]
-        self._attend(qkv, ctx, attended)
-        self.out.add_to(attended, x)
-        gated = self.gate_up.normed(x, self.mlp_norm, normed, work.gated[:num_tokens])
-        self.down.add_to(gated, x)
-
-    def _attend(self, qkv: Tensor, ctx: ForwardContext, out: Tensor) -> None:
-        arch, num_tokens = self.arch, len(qkv)
-        q, k, v = qkv.split((self.q_size, self.kv_size, self.kv_size), dim=-1)
-        q = q.view(num_tokens, arch.num_heads, arch.head_dim)
-        k = k.view(num_tokens, arch.num_kv_heads, arch.head_dim)
-        v = v.view(num_tokens, arch.num_kv_heads, arch.head_dim)
-        self.attention.rope_and_cache(q, k, v, self.index, ctx, self.qk_norm)
-        self.attention.attend(q, self.index, self.scale, self.window, ctx, out.view(q.shape))
-
-    def pending(self) -> list[_Pending]:
-        """What this layer waits for, as groups of tensors that belong together."""
-        arch, prefix = self.arch, f"model.layers.{self.index}."
-        hidden, inter = arch.hidden_size, arch.intermediate_size
-        attn, mlp = prefix + "self_attn.", prefix + "mlp."
-        sizes = {"q": self.q_size, "k": self.kv_size, "v": self.kv_size}
-        qkv: Shapes = {f"{attn}{p}_proj.weight": (size, hidden) for p, size in sizes.items()}
-        if arch.qkv_bias:
-            qkv |= {f"{attn}{p}_proj.bias": (size,) for p, size in sizes.items()}
-        out = _linear_shapes(f"{attn}o_proj", hidden, self.q_size, arch.o_bias)
-        gate_up = _linear_shapes(f"{mlp}gate_proj", inter, hidden, arch.mlp_bias)
-        gate_up |= _linear_shapes(f"{mlp}up_proj", inter, hidden, arch.mlp_bias)
-        down = _linear_shapes(f"{mlp}down_proj", hidden, inter, arch.mlp_bias)
-        groups = [
-            _Pending({prefix + "input_layernorm.weight": (hidden,)}, self._set_attn_norm),
-            _Pending({prefix + "post_attention_layernorm.weight": (hidden,)}, self._set_mlp_norm),
-            _Pending(qkv, self._set_qkv),
-            _Pending(out, self._set_out),
-            _Pending(gate_up, self._set_gate_up),
-            _Pending(down, self._set_down),
-        ]
-        if arch.qk_norm:
-            norms: Shapes = {f"{attn}{p}_norm.weight": (arch.head_dim,) for p in ("q", "k")}
-            groups.append(_Pending(norms, self._set_qk_norm))
-        return groups
-
-    def _set_attn_norm(self, tensors: dict[str, Tensor]) -> None:
-        self.attn_norm = _norm_from(tensors, self.arch)
-
-    def _set_mlp_norm(self, tensors: dict[str, Tensor]) -> None:
-        self.mlp_norm = _norm_from(tensors, self.arch)
-
-    def _set_qk_norm(self, tensors: dict[str, Tensor]) -> None:
-        by_part = {name.split(".")[-2]: t for name, t in tensors.items()}
-        self.qk_norm = QKNorm(by_part["q_norm"], by_part["k_norm"], self.arch.rms_norm_eps)
-
-    def _set_qkv(self, tensors: dict[str, Tensor]) -> None:
-        parts = ("q_proj", "k_proj", "v_proj")
-        weight, bias = _joined(tensors, parts, "weight"), _joined(tensors, parts, "bias")
-        assert weight is not None
-        self.qkv = make_linear(weight, bias)
-
-    def _set_out(self, tensors: dict[str, Tensor]) -> None:
-        self.out = _linear_from(tensors)
-
-    def _set_gate_up(self, tensors: dict[str, Tensor]) -> None:
-        gate = _joined(tensors, ("gate_proj",), "weight")
-        up = _joined(tensors, ("up_proj",), "weight")
-        assert gate is not None and up is not None
-        self.gate_up = make_gated(gate, up, _joined(tensors, ("gate_proj", "up_proj"), "bias"))
-
-    def _set_down(self, tensors: dict[str, Tensor]) -> None:
-        self.down = _linear_from(tensors)
+_EMBED, _POSITIONS = "model.embed_tokens.weight", "model.embed_positions.weight"
+_HEAD = "lm_head.weight"
 
 
 class Decoder:
     """Embedding, layers, final norm and head. Built empty; `load` fills it.
 
     arch: the shape; attention: the backend of every layer; dtype: computation type; max_model_len:
-    positions to make rotary tables for.
+    positions to make rotary tables for; quantize: how plain weights of layers are quantized as they
+    arrive (as for `make_linear`), quantize_head: the same for the head and the embedding.
     """
 
     embed: Embedding
-    final_norm: RMSNorm
+    final_norm: Norm
     head: Linear
+    embed_positions: Tensor | None = None
+    """[max_position_embeddings, hidden_size] of models that learn positions."""
 
     def __init__(
         self,
@@ -149,47 +55,133 @@ class Decoder:
         dtype: torch.dtype,
         max_model_len: int,
         device: torch.device,
+        quantize: str | None = None,
+        quantize_head: str | None = None,
     ) -> None:
-        self.arch, self.dtype, self.device = arch, dtype, device
-        self._attention = attention
-        self.rotary = RotaryTable(arch.rope, max_model_len, device)
-        self.layers = [DecoderLayer(arch, i, attention) for i in range(arch.num_layers)]
+        self.arch, self.attention = arch, attention
+        self.dtype, self.device = dtype, device
+        self.quantize, self.quantize_head = quantize, quantize_head
+        self.rotary = RotaryTable(
+            arch.rope if arch.positions == "rope" else None, max_model_len, device
+        )
+        self.local_rotary = None
+        if arch.local_rope is not None:
+            self.local_rotary = RotaryTable(arch.local_rope, max_model_len, device)
+            if self.rotary.is_dynamic or self.local_rotary.is_dynamic:
+                raise UnsupportedModelError(
+                    "rope scaling that depends on the prompt's length together with another rope "
+                    "of window layers is not supported; lower --max-model-len to the trained "
+                    f"context of {arch.rope.original_max_position}"
+                )
+        self._alibi = None
+        if arch.positions == "alibi":
+            self._alibi = alibi_slopes(arch.num_heads, arch.alibi_scale, device)
+        # As transformers does for Gemma, and exact for the scales of others.
+        self._embedding_scale = float(torch.tensor(arch.embedding_scale, dtype=dtype))
+        self.layers = [
+            DecoderLayer(arch, i, self._attention(i), self._mlp(i)) for i in range(arch.num_layers)
+        ]
         groups = [group for layer in self.layers for group in layer.pending()]
-        vocab = (arch.vocab_size, arch.hidden_size)
-        groups.append(_Pending({"model.embed_tokens.weight": vocab}, self._set_embed))
-        groups.append(_Pending({"model.norm.weight": (arch.hidden_size,)}, self._set_final_norm))
-        if not arch.tie_word_embeddings:
-            groups.append(_Pending({"lm_head.weight": vocab}, self._set_head))
-        self._groups = {name: group for group in groups for name in group.shapes}
+        self._groups = {name: g for g in groups + self._own_groups() for name in g.shapes}
+
+    def _attention(self, index: int) -> Sublayer:
+        if self.arch.mla is not None:
+            prefix = f"model.layers.{index}.self_attn."
+            return LatentAttention(self.arch, prefix, index, self.attention, self.quantize)
+        return SelfAttention(self.arch, index, self.attention, self.quantize, self._alibi)
+
+    def _mlp(self, index: int) -> Sublayer:
+        arch, prefix = self.arch, f"model.layers.{index}.mlp."
+        if arch.is_moe_layer(index):
+            return MoEMLP(arch, prefix, self.quantize)
+        return DenseMLP(arch, prefix, arch.intermediate_size, self.quantize)
+
+    # -- weights
+
+    def _own_groups(self) -> list[Pending]:
+        """What is not of a layer."""
+        arch = self.arch
+        hidden, vocab = (arch.hidden_size,), (arch.vocab_size, arch.hidden_size)
+        norm: Shapes = {"model.norm.weight": hidden}
+        if arch.norm_bias:
+            norm["model.norm.bias"] = hidden
+        groups = [Pending(norm, self._set_final_norm, wide=arch.wide_norms)]
+        embed: Shapes = {_EMBED: vocab}
+        if arch.tie_word_embeddings:
+            if arch.head_bias:
+                embed["lm_head.bias"] = (arch.vocab_size,)
+        else:
+            head: Shapes = {_HEAD: vocab}
+            if arch.head_bias:
+                head["lm_head.bias"] = (arch.vocab_size,)
+            groups.append(Pending(head, self._set_head, quantizable=True))
+        groups.append(Pending(embed, self._set_embed, quantizable=True))
+        if arch.positions == "learned":
+            rows = arch.max_position_embeddings + arch.position_offset
+            positions: Shapes = {_POSITIONS: (rows, arch.hidden_size)}
+            groups.append(Pending(positions, self._set_positions))
+        return groups
 
     def parameters_spec(self) -> Shapes:
-        """Hugging Face name -> shape of every tensor the model needs."""
+        """Canonical name -> shape of every tensor the model needs."""
         return {name: group.shapes[name] for name, group in self._groups.items()}
 
-    def load(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor of `parameters_spec()`; its shape has been checked."""
-        converted = tensor.to(device=self.device, dtype=self.dtype).contiguous()
-        self._groups[name].put(name, converted)
+    def quantizable(self, name: str) -> bool:
+        """Whether `load` takes the weight of that canonical name as a `QuantizedWeight`: the
+        matrices of layers, the head, and the embedding, of which single rows are expanded."""
+        group = self._groups.get(name)
+        return group is not None and group.quantizable and name.endswith(".weight")
 
-    def _set_embed(self, tensors: dict[str, Tensor]) -> None:
-        (table,) = tensors.values()
-        tied_head = None
+    def load(self, name: str, weight: Weight) -> None:
+        """Take one weight of `parameters_spec()`; its shape has been checked."""
+        group = self._groups[name]
+        if isinstance(weight, Tensor):
+            dtype = torch.float32 if group.wide else self.dtype
+            weight = weight.to(device=self.device, dtype=dtype).contiguous()
+        else:
+            weight = weight.to(self.device)
+        group.put(name, weight)
+
+    def _set_embed(self, arrived: Arrived) -> None:
+        table, tied_head = arrived[_EMBED], None
         if self.arch.tie_word_embeddings:
-            tied_head = self.head = make_linear(table)
-        self.embed = make_embedding(table, tied_head)
+            bias = arrived.get("lm_head.bias")
+            assert bias is None or isinstance(bias, Tensor)
+            tied_head = self.head = make_linear(table, bias, self.quantize_head)
+        self.embed = make_embedding(table, tied_head, self.quantize_head)
 
-    def _set_final_norm(self, tensors: dict[str, Tensor]) -> None:
-        self.final_norm = _norm_from(tensors, self.arch)
+    def _set_positions(self, arrived: Arrived) -> None:
+        (table,) = arrived.values()
+        assert isinstance(table, Tensor)
+        self.embed_positions = table[self.arch.position_offset :].clone()
 
-    def _set_head(self, tensors: dict[str, Tensor]) -> None:
-        self.head = _linear_from(tensors)
+    def _set_final_norm(self, arrived: Arrived) -> None:
+        self.final_norm = norm_of(arrived, self.arch)
+
+    def _set_head(self, arrived: Arrived) -> None:
+        self.head = linear_of(arrived, self.quantize_head)
+
+    # -- computing
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """[num_tokens] int64 -> hidden states [num_tokens, hidden_size], before the final norm.
 
         The result lies in the workspace and lasts until the next forward pass.
         """
-        x = self.embed(token_ids, ctx.workspace.hidden[: len(token_ids)])
+        return self.layered(self.embedded(token_ids, ctx.rope_rows, ctx.workspace), ctx)
+
+    def embedded(self, token_ids: Tensor, positions: Tensor, workspace: Workspace) -> Tensor:
+        """[num_tokens] int64 each -> what the first layer gets, in the workspace. positions are
+        looked at by models that learn them."""
+        x = self.embed(token_ids, workspace.hidden[: len(token_ids)])
+        if self._embedding_scale != 1.0:
+            scale_embeddings(x, self._embedding_scale)
+        if self.embed_positions is not None:
+            x.add_(self.embed_positions.index_select(0, positions))
+        return x
+
+    def layered(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """`embedded` -> the result of `forward`, in place."""
         for layer in self.layers:
             layer.forward(x, ctx)
         return x
@@ -199,66 +191,67 @@ class Decoder:
 
         num_rows is at most what the workspace was made for.
         """
+        return self.scaled_logits(self.raw_logits(hidden, workspace))
+
+    def raw_logits(self, hidden: Tensor, workspace: Workspace) -> Tensor:
+        """`logits` before they are scaled and capped."""
         num_rows = len(hidden)
         normed, logits = workspace.normed[:num_rows], workspace.logits[:num_rows]
         return self.head.normed(hidden, self.final_norm, normed, logits)
 
+    def scaled_logits(self, logits: Tensor) -> Tensor:
+        """`raw_logits` -> `logits`, in place."""
+        if self.arch.logits_scale != 1.0:
+            logits.mul_(self.arch.logits_scale)
+        cap = self.arch.logits_soft_cap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+
+    def place_kv(self, groups: Sequence[Sequence[int]]) -> None:
+        """Say where each layer's K and V lie: the layers of each group, in their order."""
+        for group, layers in enumerate(groups):
+            for place, index in enumerate(layers):
+                attn = self.layers[index].attn
+                assert isinstance(attn, SelfAttention | LatentAttention)
+                attn.kv_group, attn.kv_index = group, place
+
+    # -- what it is
+
     @property
-    def attention(self) -> AttentionBackend:
-        """The backend of every layer."""
-        return self._attention
+    def local_cos_sin(self) -> Tensor | None:
+        """`ForwardContext.local_cos_sin` of every step."""
+        return None if self.local_rotary is None else self.local_rotary.table
 
     @property
     def replayable(self) -> bool:
-        """Whether a step makes nothing but recordable kernel calls, on fixed addresses."""
-        parts: list[Linear | Gated | Embedding] = [self.embed, self.head]
-        for layer in self.layers:
-            parts += [layer.qkv, layer.out, layer.gate_up, layer.down]
-        replayable = self._attention.replayable and not self.rotary.is_dynamic
-        return replayable and all(part.replayable for part in parts)
+        """Whether `layered` and `raw_logits` make nothing but recordable kernel calls, on fixed
+        addresses."""
+        parts = (self.final_norm, self.head, *self.layers)
+        return not self.rotary.is_dynamic and all(part.replayable for part in parts)
+
+    @property
+    def embeds_replayably(self) -> bool:
+        """Whether `embedded` is such a call as well."""
+        return self.embed.replayable and self.embed_positions is None
+
+    @property
+    def capturable(self) -> bool:
+        """Whether steps can be recorded as CUDA graphs."""
+        # A dynamic table makes rows anew each step, somewhere else.
+        return not self.rotary.is_dynamic and all(layer.capturable for layer in self.layers)
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of all weights as they are held, packed copies and rotary tables included."""
-        parts: list[Linear | Gated | RMSNorm | Embedding] = [self.embed, self.final_norm, self.head]
-        for layer in self.layers:
-            parts += [layer.attn_norm, layer.qkv, layer.out]
-            parts += [layer.mlp_norm, layer.gate_up, layer.down]
-        norms = [layer.qk_norm.query_weight for layer in self.layers if layer.qk_norm is not None]
-        return (
-            sum(part.num_bytes for part in parts)
-            + self.rotary.table.nbytes
-            + 2 * sum(norm.nbytes for norm in norms)
+        """Memory of all weights as they are held, packed copies and tables included."""
+        parts = (self.embed, self.final_norm, self.head, *self.layers)
+        tables = (self.rotary.table, self.local_cos_sin, self.embed_positions, self._alibi)
+        return sum(part.num_bytes for part in parts) + sum(
+            t.nbytes for t in tables if t is not None
         )
 
     def transient_bytes(self, num_tokens: int) -> int:
-        """What a layer of a step allocates beside the workspace: nothing where it is replayable."""
-        if self.replayable:
-            return 0
-        width = 2 * self.arch.intermediate_size + self.arch.hidden_size
-        return num_tokens * width * self.dtype.itemsize
-
-
-def _norm_from(tensors: dict[str, Tensor], arch: ModelArch) -> RMSNorm:
-    (weight,) = tensors.values()
-    return make_norm(weight, arch.rms_norm_eps)
-
-
-def _linear_shapes(name: str, out_features: int, in_features: int, bias: bool) -> Shapes:
-    shapes: Shapes = {f"{name}.weight": (out_features, in_features)}
-    if bias:
-        shapes[f"{name}.bias"] = (out_features,)
-    return shapes
-
-
-def _joined(tensors: dict[str, Tensor], parts: tuple[str, ...], kind: str) -> Tensor | None:
-    """The named parts' weights (or biases) one under the other; None when there are none."""
-    found = [t for part in parts for n, t in tensors.items() if n.endswith(f".{part}.{kind}")]
-    if not found:
-        return None
-    return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def _linear_from(tensors: dict[str, Tensor]) -> Linear:
-    by_kind = {name.rsplit(".", 1)[-1]: tensor for name, tensor in tensors.items()}
-    return make_linear(by_kind["weight"], by_kind.get("bias"))
+        """What a part of a step allocates beside the workspace, at most at one time."""
+        element_bytes = self.dtype.itemsize
+        most = max(layer.transient_bytes(num_tokens, element_bytes) for layer in self.layers)
+        if self.embeds_replayably:
+            return most
+        return max(most, num_tokens * self.arch.hidden_size * 4)  # rows, perhaps in float32
