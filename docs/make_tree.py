@@ -15,12 +15,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "octavo"
 PAGE = ROOT / "docs" / "architecture.md"
 CONTRACTS = (
-    "errors", "config", "arch", "hf_config", "request", "plan", "outputs",
+    "errors", "config", "arch", "kv_groups", "quantization", "request", "plan", "outputs",
     "events", "stats", "util",
 )  # fmt: skip
 ROOMS = (
-    "kv", "sched", "ops", "attention", "layers", "sampling", "models", "weights", "runner", "text",
-    "engine", "server", "dashboard", "cli", "bench",
+    "hf_config", "kv", "sched", "ops", "attention", "layers", "sampling", "models", "weights",
+    "runner", "text", "engine", "server", "dashboard", "cli", "bench",
 )  # fmt: skip
 BEGIN, END = "<!-- tree: docs/make_tree.py -->", "<!-- end of tree -->"
 WIDTH = 29

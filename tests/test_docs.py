@@ -39,3 +39,9 @@ def test_metrics_and_flags_are_up_to_date() -> None:
     script = ROOT / "docs" / "make_reference.py"
     check = subprocess.run([sys.executable, script, "--check"], check=False)
     assert check.returncode == 0, "run: python docs/make_reference.py"
+
+
+def test_models_are_up_to_date() -> None:
+    script = ROOT / "docs" / "make_models.py"
+    check = subprocess.run([sys.executable, script, "--check"], check=False)
+    assert check.returncode == 0, "run: python docs/make_models.py"

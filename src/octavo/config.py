@@ -19,9 +19,10 @@ DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-KVCacheDType = Literal["auto", "fp8"]
-AttentionName = Literal["auto", "triton", "flashinfer", "fa3", "cpu", "gather"]
+KVCacheDType = Literal["auto", "fp8", "int8"]
+AttentionName = Literal["auto", "triton", "flashinfer", "fa3", "latent", "cpu", "gather"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+QuantizationName = Literal["none", "int8", "fp8", "gguf", "awq", "gptq", "compressed-tensors"]
 MAX_THREADS = 1024
 """Far more than any machine makes use of; far fewer than bring a process down."""
 
@@ -63,9 +64,14 @@ class EngineConfig:
     dtype: DType = "auto"
     """Computation type; auto: the checkpoint's own on a GPU (float32 ones in bfloat16), on a CPU
     bfloat16 where it multiplies that fast, else float32."""
+    quantization: QuantizationName | None = None
+    """How the weights of linear layers are held. By default as in the file, where a kernel makes
+    quantized ones fast here, else expanded to dtype, as --dtype float32 on a CPU and none always
+    do. int8 (CPU; 8 bits, a scale for each output channel) and fp8 (GPU) are made of any weights
+    while they are read; the others say that a checkpoint's own must be kept."""
     kv_cache_dtype: KVCacheDType = "auto"
-    """Type of the KV cache; auto: as dtype. fp8 (e4m3, a scale for each token and head) halves it;
-    GPUs only."""
+    """Type of the KV cache; auto: as dtype. A scale for each token and head beside codes halves it:
+    fp8 (e4m3) on a GPU, int8 on a CPU."""
     max_model_len: int | None = None
     """Longest context (prompt and output) of a sequence; the model's own limit by default."""
     block_size: int = 16
@@ -73,8 +79,8 @@ class EngineConfig:
     max_num_seqs: int | None = None
     """Most sequences in one step; by default 256 on a CPU, 1,024 on a GPU."""
     max_num_batched_tokens: int | None = None
-    """Most tokens computed in one step; longer prompts are computed in chunks. By default 2,048 on a
-    CPU, 8,192 on a GPU."""
+    """Most tokens computed in one step; longer prompts are computed in chunks. By default 2,048 on
+    a CPU, 8,192 on a GPU."""
     gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
     """Share of the GPU's whole memory that the engine takes, other processes' included: weights,
     activations, graphs, and what is left for the KV pool."""
@@ -92,6 +98,9 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Keep the KV of finished requests while there is room, and reuse it where prompts begin
     alike."""
+    disable_hybrid_kv_cache_manager: bool = False
+    """Keep the KV of layers with a sliding window as long as that of all others, instead of giving
+    back what is behind the window."""
     preemption_mode: PreemptionMode = "auto"
     """What becomes of a preempted sequence's KV: recompute it later, swap it to host memory, or
     whichever is cheaper by measured speeds."""
@@ -144,6 +153,8 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
         for name, kind in _CHOICES.items():
             value = getattr(self, name)
+            if value is None and name == "quantization":
+                continue
             choices = kind.__args__
             if not isinstance(value, str) or value not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
@@ -169,7 +180,10 @@ class EngineConfig:
                 object.__setattr__(self, name, value)
             if not isinstance(value, str) and (value is not None or name == "model"):
                 raise ConfigError(f"{name} must be a string, got {value!r}")
-        for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager"):
+        for name in (
+            "skip_tokenizer_init", "enable_prefix_caching", "enforce_eager",
+            "disable_hybrid_kv_cache_manager",
+        ):  # fmt: skip
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
 
@@ -190,6 +204,11 @@ class EngineConfig:
             raise ConfigError(
                 f"async_scheduling must be True, False or None, got {self.async_scheduling!r}"
             )
+        if self.device == "cuda" and self.kv_cache_dtype == "int8":
+            raise ConfigError(
+                "kv_cache_dtype='int8' is for CPUs and device is 'cuda': use --kv-cache-dtype fp8, "
+                "or --device cpu"
+            )
         name = self.needs_gpu
         if self.device == "cpu" and name is not None:
             raise ConfigError(
@@ -200,7 +219,7 @@ class EngineConfig:
     @property
     def needs_gpu(self) -> str | None:
         """A field that was set and has no effect on a CPU."""
-        if self.kv_cache_dtype != "auto":
+        if self.kv_cache_dtype == "fp8":
             return "kv_cache_dtype"
         is_given = self.gpu_memory_utilization != GPU_MEMORY_UTILIZATION
         return "gpu_memory_utilization" if is_given else None
@@ -294,6 +313,7 @@ class EngineConfig:
 _CHOICES: dict[str, Any] = {
     "device": Device,
     "dtype": DType,
+    "quantization": QuantizationName,
     "kv_cache_dtype": KVCacheDType,
     "attention_backend": AttentionName,
     "load_format": LoadFormat,

@@ -46,6 +46,20 @@ def test_both_layouts_give_attention(backend: str, case: AttentionCase) -> None:
         call()
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("backend", ["auto", "gather"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_on_a_cpu(backend: str, dtype: torch.dtype, case: AttentionCase) -> None:
+    kernels = AttentionKernels(
+        SHAPE,
+        dtype,
+        torch.device("cpu"),
+        kv_cache_dtype="int8",
+        backend=backend,  # type: ignore[arg-type]
+    )
+    assert kernels.paged(case, 16).error < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.usefixtures("triton")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import octavo.bench.step as module
 from octavo import LLM, SamplingParams
+from octavo.arch import MLAConfig, MoEConfig
+from octavo.attention.gather import GatherAttention
 from octavo.bench.roofline import Rates
 from octavo.bench.step import (
     StepOptions,
@@ -23,6 +27,7 @@ from octavo.bench.step_runs import StepRuns
 from octavo.config import EngineConfig
 from octavo.engine.profiling import launcher
 from octavo.errors import InvalidRequestError
+from octavo.models.decoder import Decoder
 from octavo.plan import SeqPlan, StepPlan, StepResult
 
 OPTIONS = StepOptions((1, 3), context=20, prefill_batch=3, prefill_len=24, num_steps=2, num_iters=2)
@@ -175,3 +180,18 @@ def test_weights_are_those_of_the_shape(llm: LLM) -> None:
     assert linear_weights(llm.arch, head=False) == 2 * layer
     assert linear_weights(llm.arch) == 2 * layer + 64 * 320
     assert attention_flops(llm.arch, 10) == 4 * 2 * 4 * 16 * 10
+
+
+def test_weights_of_experts_and_latents(llm: LLM) -> None:
+    """Counted where all experts serve every token: every matrix there is."""
+    mla = MLAConfig(32, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12, q_lora_rank=20)
+    moe = MoEConfig(3, 3, expert_size=24, shared_size=40, dense_layers=(0,))
+    whole = dataclasses.replace(llm.arch, mla=mla, moe=moe, head_dim=24, num_kv_heads=4)
+    for arch in (whole, dataclasses.replace(whole, mla=dataclasses.replace(mla, q_lora_rank=None))):
+        decoder = Decoder(arch, GatherAttention(), torch.float32, 32, torch.device("cpu"))
+        shapes = decoder.parameters_spec()
+        matrices = sum(math.prod(s) for n, s in shapes.items() if len(s) == 2 and ".layers." in n)
+        assert linear_weights(arch, head=False) == matrices
+    assert attention_flops(whole, 10) == 2 * 2 * 4 * (32 + 8 + 32) * 10
+    half = dataclasses.replace(whole, moe=dataclasses.replace(moe, experts_per_token=1))
+    assert linear_weights(whole) - linear_weights(half) == 2 * 3 * 24 * 64

@@ -103,6 +103,15 @@ def kv_bytes_per_number(llm: LLM) -> int:
     return llm.memory_report().plan.shape.element_bytes
 
 
+def kv_bytes_per_token(llm: LLM) -> int:
+    return llm.memory_report().plan.shape.bytes_per_token
+
+
+def kind_of_head(llm: LLM) -> str:
+    runner: Any = llm._engine.engine.core._launch.__self__  # type: ignore[union-attr]
+    return type(runner.model.head).__name__
+
+
 def backend(llm: LLM) -> str:
     return llm.config.attention_backend
 
@@ -143,6 +152,8 @@ TIGHT = {"num_gpu_blocks_override": 38, "block_size": 4, "max_model_len": 100}
 
 CASES: dict[str, Case] = {
     "dtype": Case("bfloat16", kv_bytes_per_number, 4, 2),
+    "kv_cache_dtype": Case("int8", kv_bytes_per_token, BLOCK_BYTES // 16, 2 * 2 * 2 * (16 + 2)),
+    "quantization": Case("int8", kind_of_head, "TorchLinear", "QuantizedLinear"),
     "attention_backend": Case("gather", backend, DEFAULT_BACKEND, "gather"),
     "async_scheduling": Case(True, most_plans_under_way, 1, 2),
     "enforce_eager": Case(True, replays_steps, REPLAYS, False, {"dtype": "bfloat16"}),
@@ -226,10 +237,11 @@ def test_kv_disk_dir_and_bytes(blank_path: Path, tmp_path: Path) -> None:
 
 
 def test_every_option_has_its_case() -> None:
-    """One choice is no choice (`kv_policy`); a `revision` is the hub's, and refused elsewhere."""
+    """One choice is no choice (`kv_policy`); a `revision` is the hub's, and refused elsewhere. What
+    `disable_hybrid_kv_cache_manager` does is in `test_groups`: it takes a model with windows."""
     names = {field.name for field in dataclasses.fields(EngineConfig)}
     elsewhere = {"model", "tokenizer", "seed", "kv_policy", "revision", "kv_disk_dir"}
-    elsewhere |= {"kv_disk_bytes", "record"}
+    elsewhere |= {"kv_disk_bytes", "record", "disable_hybrid_kv_cache_manager"}
     assert names == CASES.keys() | elsewhere | NEEDS_A_GPU.keys()
 
 
@@ -253,6 +265,13 @@ def test_what_needs_a_gpu_is_refused_without_one(name: str, blank_path: Path) ->
     if name != "device":
         with pytest.raises(ConfigError, match=rf"device is 'cpu': leave {flag} or --device out"):
             EngineConfig(device="cpu", **{name: value})
+
+
+def test_an_int8_cache_is_for_cpus() -> None:
+    with pytest.raises(ConfigError, match="is for CPUs and device is 'cuda': use --kv-cache-dtype"):
+        EngineConfig(device="cuda", kv_cache_dtype="int8")
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype must be one of .*auto.*fp8.*int8"):
+        EngineConfig(kv_cache_dtype="int4")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [0, 1, 0.0, 1.0, "on"])

@@ -205,7 +205,11 @@ def engine_config(config: EngineConfig) -> EngineConfig:
     blocks = max(cdiv(POOL_TOKENS, config.block_size), 2 * max(_COPIES))
     if config.num_gpu_blocks_override is not None:
         blocks = min(blocks, config.num_gpu_blocks_override)
-    return config.replace(num_gpu_blocks_override=blocks, kv_cache_memory_bytes=None)
+    return config.replace(
+        num_gpu_blocks_override=blocks,
+        kv_cache_memory_bytes=None,
+        disable_hybrid_kv_cache_manager=True,  # plans that no scheduler made know one group
+    )
 
 
 def measure_round(llm: LLM, found: Calibration, tell: Callable[[str], None]) -> None:

@@ -67,6 +67,7 @@ def measure_costs(
             max_model_len=num_tokens + 1,
             enable_prefix_caching=False,
             preemption_mode="swap",
+            disable_hybrid_kv_cache_manager=True,  # plans that no scheduler made know one group
             skip_tokenizer_init=True,
             tokenizer=None,
         )

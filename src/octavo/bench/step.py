@@ -141,6 +141,7 @@ def engine_config(config: EngineConfig, options: StepOptions, *, gpu: bool) -> E
     changes: dict[str, Any] = {
         "enable_prefix_caching": False, "skip_tokenizer_init": True, "tokenizer": None,
         "swap_space": 0, "preemption_mode": "recompute",
+        "disable_hybrid_kv_cache_manager": True,  # plans that no scheduler made know one group
     }  # fmt: skip
     largest = max([*options.batch_sizes, options.prefill_batch])
     if config.max_model_len is None:
@@ -250,11 +251,29 @@ def _token_bytes(llm: LLM) -> float:
 
 
 def linear_weights(arch: ModelArch, *, head: bool = True) -> int:
-    """Elements of the matrices that every token is multiplied with; the head is one of them."""
-    width, heads = arch.hidden_size, arch.num_heads + 2 * arch.num_kv_heads
-    layer = width * heads * arch.head_dim + arch.num_heads * arch.head_dim * width
-    layer += 3 * width * arch.intermediate_size
-    return arch.num_layers * layer + (width * arch.vocab_size if head else 0)
+    """Elements of the matrices that a token is multiplied with, of experts only those that serve
+    it; the head is one of them."""
+    layers = sum(_attention_weights(arch) + _mlp_weights(arch, i) for i in range(arch.num_layers))
+    return layers + (arch.hidden_size * arch.vocab_size if head else 0)
+
+
+def _attention_weights(arch: ModelArch) -> int:
+    width, heads, mla = arch.hidden_size, arch.num_heads, arch.mla
+    if mla is None:
+        return 2 * width * (heads + arch.num_kv_heads) * arch.head_dim
+    per_head = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    rank = mla.q_lora_rank
+    query = width * heads * per_head if rank is None else rank * (width + heads * per_head)
+    up = mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return query + width * arch.kv_head_dim + up + heads * mla.v_head_dim * width
+
+
+def _mlp_weights(arch: ModelArch, layer: int) -> int:
+    width, moe = arch.hidden_size, arch.moe
+    if moe is None or not arch.is_moe_layer(layer):
+        return (3 if arch.gated_mlp else 2) * width * arch.intermediate_size
+    sizes = moe.experts_per_token * moe.expert_size + moe.shared_size
+    return width * (3 * sizes + moe.num_experts)
 
 
 def mean_attended(arch: ModelArch, first: int, last: int | None = None) -> float:
@@ -272,4 +291,5 @@ def mean_attended(arch: ModelArch, first: int, last: int | None = None) -> float
 def attention_flops(arch: ModelArch, num_pairs: float) -> float:
     """Of both products of attention, over all layers, for pairs of a token and one it attends
     to."""
-    return 4.0 * arch.num_layers * arch.num_heads * arch.head_dim * num_pairs
+    width = 2 * arch.head_dim if arch.mla is None else arch.kv_head_dim + arch.mla.kv_lora_rank
+    return 2.0 * arch.num_layers * arch.num_heads * width * num_pairs

@@ -57,7 +57,7 @@ class Attention:
     dtype: DType = "auto"
     """Of queries, keys and values; auto: bfloat16, on CPUs only where it is fast."""
     kv_cache_dtype: KVCacheDType = "auto"
-    """Type of the KV cache; auto: as --dtype. fp8 on GPUs only."""
+    """Type of the KV cache; auto: as --dtype. fp8 on GPUs, int8 on CPUs."""
     attention_backend: AttentionName = "auto"
     """Attention kernels; auto: what the engine would choose."""
     num_threads: int | None = None

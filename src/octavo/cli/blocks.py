@@ -28,7 +28,8 @@ BlockTables = dict[str, list[list[int]]]
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _CELL = 6
 _TEXT_LINES = 5
-_UNSEEN = -1
+_GONE, _UNSEEN = -1, -2
+"""In place of a block: given back, as it is behind the window; not known."""
 _ROW_LINES = 4
 """logical, physical, tables, filled"""
 _MAX_NAMES = 4
@@ -43,7 +44,7 @@ class _Sequence:
     num_tokens: int | None = None
     """Tokens whose KV is in the pool; None: not known (of a beam until the end)."""
     blocks: list[int] = field(default_factory=list)
-    """As last seen; `_UNSEEN` for what the last step took."""
+    """As last seen; `_UNSEEN` for what the last step took, `_GONE` for what was given back."""
     changed: frozenset[int] = frozenset()
     """Logical blocks that the last change mapped."""
     finished: bool = False
@@ -95,7 +96,8 @@ class BlockView:
         owners: dict[int, list[str]] = {}
         for key, name in names.items():
             for block in tables[key[0]][key[1]]:
-                owners.setdefault(block, []).append(name)
+                if block != _GONE:
+                    owners.setdefault(block, []).append(name)
         for key, name in names.items():
             blocks = list(tables[key[0]][key[1]])
             sequence = self._sequences.setdefault(key, _Sequence(name))
@@ -144,7 +146,7 @@ class BlockView:
     def _change(self, sequence: _Sequence, blocks: list[int], owners: dict[int, list[str]]) -> None:
         old = sequence.blocks
         changed = [i for i, block in enumerate(blocks) if i >= len(old) or block != old[i]]
-        replaced = [i for i in changed if i < len(old)]
+        replaced = [i for i in changed if i < len(old) and blocks[i] != _GONE]
         # A new block in place of one is a copy-on-write. A known one: beams changed their order;
         # many: the sequence was preempted and came back.
         if len(replaced) > 1 or any(blocks[i] in self._seen for i in replaced):
@@ -156,6 +158,8 @@ class BlockView:
             where = f"physical block {blocks[logical]}"
             if blocks[logical] == _UNSEEN:
                 where = "taken and released in the last step"
+            elif blocks[logical] == _GONE:
+                where = "given back: it is behind the window"
             others = [name for name in owners.get(blocks[logical], ()) if name != sequence.name]
             if others:
                 where += f", shared with {_named(others)}"
@@ -167,7 +171,8 @@ class BlockView:
         owners: dict[int, list[str]] = {}
         for sequence in self._sequences.values():
             for block in () if sequence.finished else sequence.blocks:
-                owners.setdefault(block, []).append(sequence.name)
+                if block >= 0:
+                    owners.setdefault(block, []).append(sequence.name)
         running = [s for s in self._sequences.values() if not s.finished]
         shown = running or list(self._sequences.values())
         parts: list[RenderableType] = []
@@ -218,7 +223,7 @@ class BlockView:
             style = "bold green" if index in sequence.changed else "cyan"
             style = "bold yellow" if num_tables > 1 else style
             logical.append(f"{index:>{_CELL - 1}} ", style="dim")
-            number = "?" if blocks[index] == _UNSEEN else str(blocks[index])
+            number = {_UNSEEN: "?", _GONE: "-"}.get(blocks[index], str(blocks[index]))
             physical.append(f"{number:>{_CELL - 1}} ", style=style)
             count = f"x{num_tables}" if num_tables > 1 else ""
             tables.append(f"{count:>{_CELL - 1}} ", style="yellow")

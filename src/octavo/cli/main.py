@@ -53,6 +53,8 @@ COMMANDS = (
     Command("demo memory", "octavo.cli.demo", "one load through two policies, side by side"),
     Command("models pull", "octavo.cli.models", "fetch a model, so that it starts at once"),
     Command("models list", "octavo.cli.models", "models on this machine, with their sizes"),
+    Command("models inspect", "octavo.cli.models_inspect", "what a model is, and where it fits"),
+    Command("models verify", "octavo.cli.models_inspect", "its logits against transformers'"),
     Command("models rm", "octavo.cli.models", "delete a fetched model"),
     Command("env", "octavo.cli.env", "what to paste into a bug report"),
 )

@@ -36,8 +36,8 @@ _CHECKED_ROWS = 64
 class AttentionKernels:
     """A backend's kernels for one shape of heads and one type.
 
-    kv_cache_dtype: "auto" (as dtype) or "fp8"; backend: as in `EngineConfig.attention_backend`.
-    Raises `ConfigError` for a backend that cannot run here.
+    kv_cache_dtype: "auto" (as dtype), "fp8" or "int8"; backend: as in
+    `EngineConfig.attention_backend`. Raises `ConfigError` for a backend that cannot run here.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class AttentionKernels:
         seed: int = 0,
     ) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
-        self.fp8 = kv_cache_dtype == "fp8"
-        self.kv_dtype = torch.float8_e4m3fn if self.fp8 else dtype
+        self.coded = kv_cache_dtype != "auto"
+        self.kv_dtype = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(kv_cache_dtype, dtype)
         self._backend: AttentionBackend = select_attention(
-            backend, device, head_dim=shape.head_dim, fp8=self.fp8
+            backend, device, head_dim=shape.head_dim, fp8=kv_cache_dtype == "fp8"
         )
         self.name = self._backend.name
         self._scale = shape.head_dim**-0.5
@@ -87,7 +87,7 @@ class AttentionKernels:
         if self.name != "triton":
             tables = torch.arange(case.batch, device=self.device, dtype=torch.int32)
             return self._made(case, case.context, tables.view(-1, 1))
-        if self.fp8 or case.query not in (1, case.context):
+        if self.coded or case.query not in (1, case.context):
             return None
         return self._contiguous_decode(case) if case.query == 1 else self._fresh_prefill(case)
 
@@ -134,7 +134,7 @@ class AttentionKernels:
         error = self._error(out, query, ctx, layers - 1, case)
         return KernelCalls(
             calls,
-            case.num_bytes(shape, self.kv_dtype.itemsize, self.fp8),
+            case.num_bytes(shape, self.kv_dtype.itemsize, self.coded),
             case.num_flops(shape),
             error,
         )
@@ -143,7 +143,7 @@ class AttentionKernels:
         """Random K and V in the engine's layout, and their scales behind each block's codes."""
         heads, dim = self.shape.num_kv_heads, self.shape.head_dim
         block = (layers, 2, heads, block_size, dim)
-        if not self.fp8:
+        if not self.coded:
             pool = torch.empty((num_blocks, *block), dtype=self.dtype, device=self.device)
             self._fill(pool)
             return pool, None
@@ -151,20 +151,22 @@ class AttentionKernels:
         num_scales = num_codes // dim
         width = cdiv(num_codes + 2 * num_scales, ALIGNMENT) * ALIGNMENT
         raw: Any = torch.empty((num_blocks, width), dtype=torch.uint8, device=self.device)
-        codes = raw[:, :num_codes].view(torch.float8_e4m3fn).unflatten(1, block)
+        codes = raw[:, :num_codes].view(self.kv_dtype).unflatten(1, block)
         scales = raw[:, num_codes : num_codes + 2 * num_scales].view(torch.float16)
         scales = scales.unflatten(1, block[:-1])
-        self._fill(codes, factor=128.0)  # times the scales: near 1
+        # Times the scales near 1; int8 has room for less.
+        self._fill(codes, factor=128.0 if self.kv_dtype == torch.float8_e4m3fn else 40.0)
         scales.uniform_(0.005, 0.01, generator=self._random)
         return codes, scales
 
     def _fill(self, pool: Tensor, factor: float = 1.0) -> None:
         """Normal values."""
+        limit = 127.0 if pool.dtype == torch.int8 else 448.0
         at_once = max(1, _FILLED_AT_ONCE // pool[0].numel())
         for first in range(0, len(pool), at_once):
             some = pool[first : first + at_once]
             drawn = torch.randn(some.shape, device=self.device, generator=self._random)
-            some.copy_(drawn.mul_(factor).clamp_(-448, 448))
+            some.copy_(drawn.mul_(factor).clamp_(-limit, limit))
 
     def _work(self, case: AttentionCase) -> tuple[Workspace, AttentionWork | None]:
         """Buffers as the engine has them, and the work cut up where the backend wants it."""
@@ -303,7 +305,7 @@ class AttentionKernels:
             table = ctx.block_tables[i].long()
             positions = torch.arange(case.context, device=self.device)
             at = table[positions // block_size], positions % block_size
-            cache = ctx.kv_cache.view(torch.uint8) if self.fp8 else ctx.kv_cache
+            cache = ctx.kv_cache.view(torch.uint8) if self.coded else ctx.kv_cache
             kv = cache[at[0], layer, :, :, at[1]].view(self.kv_dtype).float()
             if ctx.kv_scales is not None:
                 kv *= ctx.kv_scales[at[0], layer, :, :, at[1]].float().unsqueeze(-1)

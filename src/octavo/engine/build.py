@@ -16,11 +16,14 @@ from octavo.engine.engine import Engine
 from octavo.engine.gpu import OnDevice
 from octavo.engine.input import InputProcessor
 from octavo.engine.output import OutputProcessor
+from octavo.engine.quantize import WeightPlan, plan_weights
 from octavo.engine.recorder import Recorder, RecordingDisk, RecordingManager, RecordingScheduler
 from octavo.engine.sizing import (
     StepMemory,
     allocation_policy,
     capped_by,
+    kv_dtype,
+    layer_groups,
     longest_table,
     make_plan,
     num_logit_rows,
@@ -61,16 +64,17 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
     before = None if config.device == "cpu" else gpu.before_loading(torch.device(config.device))
     available = memory.available_bytes() if before is None else 0
     files = locate(config.model, config.revision, config.load_format, progress)
-    model = _load(files, config, progress, before)
+    model, weights = load_model_of(files, config, progress, before)
     tokenizer = tokenizer_of(config, files)
     if before is None:
-        device = _on_cpu(config, model, available)
+        device = on_cpu(config, model, available)
     else:
         device = gpu.prepare(config, model, before, progress)
     plan = device.plan
     not_shared = why_prefixes_are_not_shared(config, model)
     resolved = config.replace(
         dtype=_name_of(model.dtype),
+        quantization=weights.name,
         attention_backend=cast("AttentionName", model.attention.name),
         max_model_len=plan.max_seq_len,
         max_num_seqs=min(config.limits().max_num_seqs, plan.num_blocks),
@@ -109,15 +113,15 @@ def load_model(
 ) -> Decoder:
     """Only the model with its weights, on the CPU, for tools and tests."""
     config = EngineConfig(model=model, device="cpu", dtype=dtype, max_model_len=max_model_len)
-    return _load(locate(model, progress=progress), config, progress)
+    return load_model_of(locate(model, progress=progress), config, progress)[0]
 
 
-def _load(
+def load_model_of(
     files: ModelFiles,
     config: EngineConfig,
     progress: Progress | None,
     before: GPUMemory | None = None,
-) -> Decoder:
+) -> tuple[Decoder, WeightPlan]:
     """The model with its weights; before: of the GPU that they are loaded to."""
     opened = open_model(files)
     arch, device = opened.arch, torch.device(config.device)
@@ -134,14 +138,25 @@ def _load(
         device,
         head_dim=arch.head_dim,
         fp8=config.kv_cache_dtype == "fp8",
+        alibi=arch.positions == "alibi",
+        mla=arch.mla is not None,
     )
+    if arch.mla is not None and config.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"--kv-cache-dtype {config.kv_cache_dtype} is for keys and values, and {config.model} "
+            "caches latents (MLA), which keep their type; leave it out"
+        )
+    plan = plan_weights(config, opened, device)
     with gpu.running_out("loading the weights", config, before):
-        model = build_model(arch, attention, dtype, max_model_len, device)
+        model = build_model(
+            arch, attention, dtype, max_model_len, device, plan.quantize, plan.quantize_head
+        )
         if before is not None:
             gpu.check_weights(config, model.parameters_spec(), dtype, before)
         source = opened.weight_source(model, config.seed, device)
-        load_weights(model, source, arch, dtype=dtype, progress=progress)
-    return model
+        keep = plan.keep(model)
+        load_weights(model, source, arch, dtype=dtype, keep=keep, progress=progress)
+    return model, plan
 
 
 def resolve_dtype(name: DType, device: torch.device, own: str) -> torch.dtype:
@@ -172,7 +187,7 @@ def _eos_token_ids(arch: ModelArch, tokenizer: Tokenizer | None) -> frozenset[in
     return frozenset(found)
 
 
-def _on_cpu(config: EngineConfig, model: Decoder, available: int) -> OnDevice:
+def on_cpu(config: EngineConfig, model: Decoder, available: int) -> OnDevice:
     """Everything is known before it is made: the plan is arithmetic."""
     arch, limits, num_rows = model.arch, config.limits(), num_logit_rows(config)
     num_tokens = limits.max_num_batched_tokens
@@ -182,11 +197,13 @@ def _on_cpu(config: EngineConfig, model: Decoder, available: int) -> OnDevice:
         logits + sampling_bytes(num_rows, arch.vocab_size),
     )
     plan = make_plan(config, model, available, step)
+    model.place_kv([group.layers for group in layer_groups(config, model).groups])
     store = KVStore(
-        plan.num_blocks, arch.num_layers, arch.num_kv_heads, config.block_size, arch.head_dim,
-        model.dtype, model.device,
+        plan.num_blocks, plan.shape.layers_per_block, arch.kv_num_heads, config.block_size,
+        arch.kv_head_dim, kv_dtype(config, model), model.device, planes=arch.kv_planes,
         max_blocks=plan.num_blocks + max(0, plan.left_bytes // plan.bytes_per_block),
     )  # fmt: skip
+    assert store.block_bytes == plan.bytes_per_block, (store.block_bytes, plan.bytes_per_block)
     runner = Runner(
         model,
         store,
@@ -194,6 +211,7 @@ def _on_cpu(config: EngineConfig, model: Decoder, available: int) -> OnDevice:
         max_num_seqs=min(limits.max_num_seqs, plan.num_blocks),
         max_num_tokens=num_tokens,
         max_blocks_per_seq=longest_table(config, plan.max_seq_len),
+        num_groups=len(plan.shape.windows),
         replay=not config.enforce_eager,
     )
     return OnDevice(plan, store, runner)
@@ -207,7 +225,7 @@ def _core(config: EngineConfig, device: OnDevice, disk: DiskStore | None) -> Eng
     kv = manager(
         plan.num_blocks,
         config.block_size,
-        allocation_policy(config, plan.max_seq_len),
+        allocation_policy(config, plan.max_seq_len, plan.shape.windows),
         bytes_per_block=plan.bytes_per_block,
         enable_prefix_caching=config.enable_prefix_caching,
         num_host_blocks=plan.num_host_blocks,

@@ -22,6 +22,7 @@ from octavo.engine.sizing import (
     StepMemory,
     kv_dtype,
     kv_shape,
+    layer_groups,
     longest,
     longest_table,
     make_plan,
@@ -155,16 +156,18 @@ def _make(config: EngineConfig, model: Decoder, before: GPUMemory) -> tuple[Work
     from octavo.runner.gpu.runner import GpuRunner
 
     arch, limits, device = model.arch, config.limits(), model.device
-    block_bytes = kv_shape(config, model).bytes_per_block(config.block_size)
+    shape = kv_shape(config, model)
+    model.place_kv([group.layers for group in layer_groups(config, model).groups])
+    block_bytes = shape.bytes_per_block(config.block_size)
     store = KVStore(
-        1, arch.num_layers, arch.num_kv_heads, config.block_size, arch.head_dim,
-        kv_dtype(config, model), device,
+        1, shape.layers_per_block, arch.kv_num_heads, config.block_size, arch.kv_head_dim,
+        kv_dtype(config, model), device, planes=arch.kv_planes,
         max_blocks=max(1, before.total_bytes // block_bytes),
     )  # fmt: skip
     workspace = Workspace(
         arch, limits.max_num_batched_tokens, num_logit_rows(config), model.dtype, device,
         num_decode_items=max_decode_items(
-            limits.max_num_seqs, arch.num_kv_heads, pdl.num_sms(device)
+            limits.max_num_seqs, arch.kv_num_heads, pdl.num_sms(device)
         ),
     )  # fmt: skip
     runner = GpuRunner(
@@ -174,6 +177,7 @@ def _make(config: EngineConfig, model: Decoder, before: GPUMemory) -> tuple[Work
         max_num_seqs=limits.max_num_seqs,
         max_num_tokens=limits.max_num_batched_tokens,
         max_blocks_per_seq=longest_table(config, longest(config, model)),
+        num_groups=len(shape.windows),
         graphs=not config.enforce_eager,
     )
     return workspace, runner
@@ -186,6 +190,7 @@ def _measure(
     from octavo.sampling.device import device_sampling_bytes
 
     model, device = runner.model, runner.model.device
+    runner.compile_kernels()
     transient = runner.profile_run()
     captured = runner.capture(progress)
     runner.warm_up()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.kv import KVCacheManager
-from octavo.kv.ledger import TERMS, PoolLedger
+from octavo.kv.ledger import TERMS, GroupHeld, PoolLedger
+from octavo.kv.needs import is_plain
 from octavo.plan import StepPlan
 
 _SPACING_S = 0.05
@@ -44,6 +45,8 @@ class PoolSummary:
     num_tokens_computed: int
     peak: PoolLedger | None
     """The pool when most blocks were referenced; None before the first step."""
+    peak_groups: list[GroupHeld]
+    """What each group of layers held then; empty where there is one that keeps all."""
     peak_seqs: int
     """Most sequences in one step."""
     mean_seqs: float
@@ -83,6 +86,7 @@ class PoolHistory:
         self._num_steps = self._num_tokens = self._num_seqs = 0
         self._peak_seqs = 0
         self._peak: PoolLedger | None = None
+        self._peak_groups: list[GroupHeld] = []
         self._used = self._allocated = self._saved = 0
         self._num_steps_with_blocks = 0
         self._shared_ratios = 0.0
@@ -106,6 +110,8 @@ class PoolHistory:
             self._shared_ratios += ledger.shared_saved_ratio
         if self._peak is None or ledger.num_physical_blocks > self._peak.num_physical_blocks:
             self._peak = ledger
+            if not is_plain(self._kv.windows):
+                self._peak_groups = self._kv.held_by_group()
         self._peak_seqs = max(self._peak_seqs, len(plan.seqs))
 
     @property
@@ -125,6 +131,7 @@ class PoolHistory:
             num_steps=self._num_steps,
             num_tokens_computed=self._num_tokens,
             peak=self._peak,
+            peak_groups=self._peak_groups,
             peak_seqs=self._peak_seqs,
             mean_seqs=self._num_seqs / steps,
             mean_used_slots=self._used / steps,

@@ -77,9 +77,9 @@ def _places(llm: LLM, core: EngineCore) -> list[_Place]:
     ]
     for layer in getattr(getattr(runner, "model", None), "layers", ()):
         wanted += [
-            _Place(layer, "_attend", "attention"),
-            _Place(layer.gate_up, "normed", "mlp"),
-            _Place(layer.down, "add_to", "mlp"),
+            _Place(layer.attn, "_attend", "attention"),
+            _Place(layer.mlp, "add_to", "mlp"),
+            _Place(layer.mlp, "compute", "mlp"),
         ]
     return [
         place

@@ -91,6 +91,7 @@ class Recorder:
             token_s=costs.token_s,
             block_s=costs.block_s,
             plan_ahead=self._plan_ahead,
+            windows=plan.shape.windows,
         )
         header = RecordHeader(
             octavo=__version__,

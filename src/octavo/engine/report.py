@@ -9,6 +9,8 @@ from typing import Any
 from octavo.engine.history import PoolSummary
 from octavo.events import EngineEvent, EventKind
 from octavo.kv import MemoryPlan, PoolLedger, PrefixCacheStats, TierLedger
+from octavo.kv.ledger import GroupHeld
+from octavo.kv.needs import is_plain
 from octavo.sched.pressure import ModeTotals, PressureTotals
 from octavo.util import human_bytes
 
@@ -81,6 +83,8 @@ class MemoryReport:
     """Host memory behind the pool now; without blocks where there is none."""
     disk: TierLedger
     """The disk behind that; without blocks where there is none."""
+    groups: list[GroupHeld]
+    """What each group of layers holds now of those who run."""
     pressure: Pressure
     num_running: int
     num_waiting: int
@@ -122,6 +126,7 @@ class MemoryReport:
             "",
             f"{title}, {when}",
             *table,
+            *self._group_lines(self.groups if shown is pool else past.peak_groups),
             "",
             f"Over {past.num_steps:,} steps: {past.num_tokens_computed:,} tokens computed, "
             f"{past.mean_seqs:.1f} sequences a step (at most {past.peak_seqs})",
@@ -137,6 +142,23 @@ class MemoryReport:
             f"the process has {human_bytes(self.process_bytes)} resident",
         ]
         return "\n".join(lines)
+
+    def _group_lines(self, groups: list[GroupHeld]) -> list[str]:
+        """Where layers differ in how long their KV is kept."""
+        shape, size = self.plan.shape, self.plan.block_size
+        if is_plain(shape.windows):
+            return []
+        lines = [
+            f"  by group of {shape.layers_per_block} layers, {shape.bytes_per_slot:,} B a token:"
+        ]
+        for number, group in enumerate(groups):
+            keeps = f"{number} keeps " + (f"{group.window:,} tokens" if group.window else "all")
+            num_bytes = group.num_blocks * shape.bytes_per_block(size)
+            lines.append(
+                f"    {keeps:<20} {group.num_tokens:>12,} tokens {group.num_blocks:>10,} blocks "
+                f"{human_bytes(num_bytes):>12}, {group.num_behind:,} tokens given back"
+            )
+        return lines
 
     def _cache_lines(self) -> list[str]:
         stats, lines = self.cache, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,8 +13,11 @@ from octavo.kv.policies import make_policy
 from octavo.kv.policy import AllocationPolicy
 from octavo.kv.pool import BlockPool
 from octavo.kv.sizing import GPUTerms, KVShape, MemoryPlan, plan_memory
+from octavo.kv_groups import KVGroups, kv_groups, one_group
 from octavo.models.decoder import Decoder
 from octavo.util import cdiv
+
+logger = logging.getLogger("octavo")
 
 _PROMPT_LOGPROB_ROWS = 64
 """Fewest rows that prompt logprobs are computed at once: fewer would reread the head too often."""
@@ -38,18 +42,42 @@ def num_logit_rows(config: EngineConfig) -> int:
 
 def kv_dtype(config: EngineConfig, model: Decoder) -> torch.dtype:
     """What the pool holds."""
-    return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else model.dtype
+    return {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(config.kv_cache_dtype, model.dtype)
+
+
+def layer_groups(config: EngineConfig, model: Decoder) -> KVGroups:
+    """The groups of layers whose KV is kept equally long; one that keeps all, where nothing is to
+    be given back: other policies than paged, `disable_hybrid_kv_cache_manager`, a disk tier, which
+    keeps whole prefixes, and kernels that read behind the window."""
+    groups = kv_groups(model.arch, longest(config, model))
+    if not groups.gives_back or config.disable_hybrid_kv_cache_manager:
+        return one_group(model.arch)
+    why = None
+    if config.kv_policy != "paged":
+        why = f"--kv-policy {config.kv_policy}"
+    elif config.kv_disk_dir is not None:
+        why = "--kv-disk-dir"
+    elif model.attention.reads_behind_window:
+        why = f"--attention-backend {model.attention.name}"
+    if why is None:
+        return groups
+    logger.info("layers with a window keep all of their KV: %s does not go with less", why)
+    return one_group(model.arch)
 
 
 def kv_shape(config: EngineConfig, model: Decoder) -> KVShape:
     """What a token's KV takes."""
-    arch, is_fp8 = model.arch, config.kv_cache_dtype == "fp8"
+    arch, has_scales = model.arch, config.kv_cache_dtype != "auto"
+    groups = layer_groups(config, model)
     return KVShape(
-        arch.num_layers,
-        arch.num_kv_heads,
-        arch.head_dim,
+        len(groups.groups) * groups.layers_per_block,
+        arch.kv_num_heads,
+        arch.kv_head_dim,
         kv_dtype(config, model).itemsize,
-        _SCALE_BYTES if is_fp8 else 0,
+        _SCALE_BYTES if has_scales else 0,
+        arch.kv_planes,
+        groups.windows,
+        groups.num_padding,
     )
 
 
@@ -78,6 +106,7 @@ def make_plan(
         block_size=config.block_size,
         max_model_len=longest(config, model),
         max_num_seqs=config.limits().max_num_seqs,
+        max_chunk_tokens=config.limits().max_num_batched_tokens,
         gpu=gpu,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         num_blocks=config.num_gpu_blocks_override,
@@ -110,9 +139,16 @@ def _with_regions(config: EngineConfig, plan: MemoryPlan) -> MemoryPlan:
     return replace(plan, max_model_len=most)
 
 
-def allocation_policy(config: EngineConfig, max_seq_tokens: int) -> AllocationPolicy:
-    """A new policy, for sequences of at most `max_seq_tokens`."""
-    return make_policy(config.kv_policy, max_seq_tokens=max_seq_tokens)
+def allocation_policy(
+    config: EngineConfig, max_seq_tokens: int, windows: tuple[int, ...] = (0,)
+) -> AllocationPolicy:
+    """A new policy, for sequences of at most `max_seq_tokens`; windows: of the groups of layers."""
+    return make_policy(
+        config.kv_policy,
+        max_seq_tokens=max_seq_tokens,
+        windows=windows,
+        max_chunk_tokens=config.limits().max_num_batched_tokens,
+    )
 
 
 def longest_table(config: EngineConfig, max_seq_tokens: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from octavo.engine.profiling import patched
 
-_LOADS = (("octavo.engine.build", "_load"),)
+_LOADS = (("octavo.engine.build", "load_model_of"),)
 _CAPTURES = (
     ("octavo.runner.gpu.runner", "GpuRunner.profile_run"),
     ("octavo.runner.gpu.runner", "GpuRunner.warm_up"),

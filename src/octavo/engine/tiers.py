@@ -41,7 +41,8 @@ def why_prefixes_are_not_shared(config: EngineConfig, model: Decoder) -> str | N
     if not model.rotary.is_dynamic:
         return None
     why = (
-        f"prefix caching is off: {config.model} has dynamic rope scaling: in prompts of more than "
+        f"prefix caching is off: {config.model} has {model.arch.rope.scaling_type} rope scaling: "
+        "in prompts of more than "
         f"{model.arch.rope.original_max_position} tokens the KV of the first depends on how many "
         "there are; lower --max-model-len to that many"
     )
