@@ -118,12 +118,12 @@ BAD_MODELS: dict[str, tuple[Break, type[OctavoError], str]] = {
     "broken config.json": (cut("config.json", 40), WeightsError, "download it again"),
     "config.json of a list": (with_text("config.json", "[]"), WeightsError, "not a JSON object"),
     "unknown architecture": (
-        with_config(architectures=["GPT2LMHeadModel"]), UnsupportedModelError,
-        "'GPT2LMHeadModel' is not supported; known: Llama",
+        with_config(architectures=["BloomForCausalLM"]), UnsupportedModelError,
+        "'BloomForCausalLM' is not supported; known: Llama",
     ),
     "quantized": (
-        with_config(quantization_config={"quant_method": "awq"}), UnsupportedModelError,
-        "use the unquantized",
+        with_config(quantization_config={"quant_method": "bitsandbytes"}), UnsupportedModelError,
+        "the unquantized checkpoint, or a GGUF",
     ),
     "impossible size": (
         with_config(hidden_size=-4), UnsupportedModelError, "hidden_size must be a whole number",

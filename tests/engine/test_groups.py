@@ -254,6 +254,25 @@ def test_samples_and_beams(gemma: str) -> None:
     assert answers[0] == answers[1]
 
 
+def test_beams_that_come_back_find_what_their_siblings_gave_back(gemma: str) -> None:
+    """One beam is back and has given its window's blocks back, another request has taken them, and
+    the next beam needs them: in a pool that is promised to them they go on, and are not cut."""
+    own = SamplingParams(temperature=1.0, seed=1, max_tokens=40, ignore_eos=True)
+    beams = BeamSearchParams(beam_width=3, max_tokens=10, ignore_eos=True)
+    prompts, params = [prompt(50), prompt(90)], [own, beams]
+    options = {"block_size": 1, "num_gpu_blocks_override": 280, "max_model_len": 150}
+    found = []
+    for more in (OFF, options):
+        with LLM(gemma, **(OPTIONS | more)) as llm:
+            answers = llm._run(prompts, params, None, use_tqdm=False)
+            found.append([[one.token_ids for one in answer.outputs] for answer in answers])
+            events = [(event.kind.value, event.why) for event in llm.events()]
+            core_of(llm).kv.check_integrity()
+    assert "cut short" not in [kind for kind, _ in events]
+    assert any("lacks what its siblings gave back" in why for _, why in events), "it never came up"
+    assert found[0] == found[1]
+
+
 def test_beams_that_cannot_fit_are_refused_with_the_arithmetic(gemma: str) -> None:
     options = {"num_gpu_blocks_override": 80, "max_model_len": 100}
     beams = BeamSearchParams(beam_width=4, max_tokens=50)

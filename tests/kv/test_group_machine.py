@@ -16,3 +16,9 @@ def test_groups_read_what_is_theirs_whatever_happens(first_seed: int) -> None:
             error.add_note(f"seed {seed}")
             raise
     assert given_back > 100, "nothing was given back: this test shows nothing"
+
+
+def test_what_admission_counts_on_is_found_without_the_partial_block() -> None:
+    """Seed 5533: the block behind the whole ones cannot be copied for lack of room, and the window
+    before it is shorter than that before the whole ones' end, whose blocks are there."""
+    Player(5533).play(60)

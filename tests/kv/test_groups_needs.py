@@ -9,7 +9,14 @@ import pytest
 
 from octavo.arch import ModelArch
 from octavo.errors import CapacityError, ConfigError
-from octavo.kv import KVCacheManager, KVShape, PagedPolicy, make_policy, plan_memory
+from octavo.kv import (
+    KVCacheManager,
+    KVShape,
+    PagedPolicy,
+    SeqDemand,
+    make_policy,
+    plan_memory,
+)
 from octavo.kv.needs import BlockNeeds, num_behind
 from octavo.kv_groups import KVGroups, kv_groups
 
@@ -131,3 +138,33 @@ def test_what_does_not_go_together() -> None:
             disk=Disk(),  # type: ignore[arg-type]
             max_disk_blocks=4,
         )  # fmt: skip
+
+
+def test_a_block_in_use_is_the_one_that_is_found() -> None:
+    """What is computed again, as only the window's blocks are gone, is not cached twice: the equal
+    blocks that nobody owns are free, and are not what others look for."""
+    kv = KVCacheManager(40, 2, PagedPolicy((0, 4), 12), 4, enable_prefix_caching=True)
+    tokens = list(range(12))
+
+    def run(seq_id: int) -> None:
+        kv.begin_step()
+        assert kv.start(seq_id, SeqDemand(12, 20, token_ids=tokens)) == 0
+        assert kv.grow(seq_id, 12, 0) is not None
+        kv.commit(seq_id, 12)
+        kv.take_copies()
+
+    run(0)
+    in_window = list(kv._tables[0].parts()[1].held)
+    kv.release(0)
+    assert kv.ledger().cached == 2 * 6 * 2
+    for block_id in in_window:
+        kv._cache.evict(block_id)
+        kv.pool.make_free(block_id)
+    run(1)
+    assert kv.ledger().cached == 0
+    kv.check_integrity()
+    own = set(kv.block_table(1)) | set(kv.block_table(1, 1))
+    assert {node.block_id for node in kv._cache.tree.walk()} == own
+    kv.begin_step()
+    assert kv.start(2, SeqDemand(13, 20, token_ids=[*tokens, 0])) == 12
+    assert list(kv.block_table(2)) == list(kv.block_table(1))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from octavo.kv.cold import ColdBlocks
 from octavo.kv.group_lookup import GroupMatch, match_groups
-from octavo.kv.group_take import take_groups
+from octavo.kv.group_take import prefer, take_groups
 from octavo.kv.lookup import NOBODY_ASKED, Match, PrefixIndex
 from octavo.kv.misses import MissExplainer, not_asked
 from octavo.kv.needs import BlockNeeds
@@ -238,7 +238,9 @@ class PrefixCache(PrefixIndex):
             known = None if node is None else node.children.get(key)
             node = known or self._child(node, table.root_name, key)
             if node.block_id < 0:
-                self._assign(node, table.block_ids[index])
+                self.assign(node, table.block_ids[index])
+            elif self.needs is not None:
+                prefer(self, node, table.block_ids[index])
             index += 1
         table.last_node, table.num_registered = node, index
         table.next_register = (index + 1) * size
@@ -277,7 +279,7 @@ class PrefixCache(PrefixIndex):
                 if num == num_tail and other.block_id >= 0:  # it has all that this one would
                     return other if other.key == key else None
         node = self._child(parent, table.root_name, key)
-        self._assign(node, block_id)
+        self.assign(node, block_id)
         node.step -= is_old
         return node
 
@@ -287,7 +289,7 @@ class PrefixCache(PrefixIndex):
             parent = self.tree.root(root_name)
         return parent.children.get(key) or self.tree.add(parent, key)
 
-    def _assign(self, node: Node, block_id: int) -> None:
+    def assign(self, node: Node, block_id: int) -> None:
         """A block that somebody owns holds what the node says, once this step has run."""
         before = self.pool.nodes[block_id]
         node.step = self.step

@@ -21,16 +21,25 @@ def take_groups(cache: PrefixCache, table: BlockTable, match: GroupMatch) -> int
     size, parts = cache.pool.block_size, table.parts()
     num_blocks, num_partial = match.num_blocks, match.num_partial
     firsts = [num_behind(num_blocks * size + num_partial, part.window, size) for part in parts]
-    needed = [chain[first:num_blocks] for chain, first in zip(match.chains, firsts, strict=True)]
+    whole = [num_behind(num_blocks * size, part.window, size) for part in parts]
+    needed = _between(match.chains, firsts, num_blocks)
     nodes = [node for of_group in needed for node in of_group]
-    for node in nodes:
+    # To go on from the end of the whole blocks takes these besides; admission may count on it.
+    spans = zip(match.chains, whole, firsts, strict=True)
+    spare = [node for chain, first, end in spans for node in chain[first:end]]
+    is_enough = all(node.block_id >= 0 or node.host_id >= 0 for node in spare)
+    if not is_enough:
+        spare = []
+    for node in (*nodes, *spare):
         cache.protect(node)
     is_there = all(node.block_id >= 0 or cache.bring_in(node) for node in nodes)
     partial_ids = _take_partials(cache, match) if is_there and num_partial else []
     if num_partial and not partial_ids:
         num_partial = 0
-        if firsts != [num_behind(num_blocks * size, part.window, size) for part in parts]:
-            is_there = False  # to go on from the end of the whole blocks takes one more of them
+        is_there &= is_enough and all(node.block_id >= 0 or cache.bring_in(node) for node in spare)
+        firsts, needed = whole, _between(match.chains, whole, num_blocks)
+        nodes, spare = [*nodes, *spare], []
+    cache.unprotect(spare)
     if not is_there:
         cache.unprotect(nodes)
         num_blocks = num_partial = 0
@@ -45,6 +54,22 @@ def take_groups(cache: PrefixCache, table: BlockTable, match: GroupMatch) -> int
         cache.stats.partial_hits += 1
         cache.stats.partial_hit_tokens += num_partial
     return table.num_committed
+
+
+def _between(chains: list[list[Node]], firsts: list[int], end: int) -> list[list[Node]]:
+    """Of each group's nodes those from its first one to the last whole block that was found."""
+    return [chain[first:end] for chain, first in zip(chains, firsts, strict=True)]
+
+
+def prefer(cache: PrefixCache, node: Node, block_id: int) -> None:
+    """What a block that somebody owns holds is also in another one, as is common where layers have
+    windows. If nobody owns that, it is made free: it would be evicted, and the node with it, while
+    a block that holds the same is in use."""
+    known_id, pool = node.block_id, cache.pool
+    if known_id != block_id and not pool.ref_counts[known_id]:
+        pool.nodes[known_id] = None
+        pool.make_free(known_id)
+        cache.assign(node, block_id)
 
 
 def _fill(

@@ -300,6 +300,10 @@ class KVCacheManager(KVState):
     def reset_prefix_cache(self) -> int:
         """Forget every cached block that nobody references or waits for, in all tiers; returns how
         many blocks of the pool that freed. Pinned prefixes stay."""
+        return self.drop_unused()
+
+    def drop_unused(self) -> int:
+        """The same for a scheduler that needs it: no wish of a caller, which records would have."""
         return self._cache.drop_unused()
 
     def reset_cache(self, num_plans: int = 1) -> None:

@@ -38,6 +38,8 @@ class BeamSearch:
     """Sequences so far, dead ones included."""
     last_step_id: int = -1
     """The last plan in which one of them runs."""
+    restarted_at: int = -1
+    """Tokens of its beams when they last started again together (`Pressure.restart`)."""
 
     @property
     def running(self) -> tuple[Sequence, ...]:

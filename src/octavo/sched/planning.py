@@ -221,7 +221,8 @@ class Planner:
                 if search is not None and search.last_step_id == plan.step_id:
                     self._pressure.line_blocked(head, beams_behind())
                     break  # another beam is in this plan: the search ends with the next one
-                self._pressure.end_full(head)  # it cannot have more than an idle pool
+                if not self._pressure.restart(head):
+                    self._pressure.end_full(head)  # it cannot have more than an idle pool
                 continue
             seq = roster.start_head(max(1, num_seats))
             if head.group.carrier is head:

@@ -114,6 +114,22 @@ class Pressure:
         need = f"needs up to {num_blocks:,} blocks, {self._num_free}"
         self._preempt(self._take_last(), requester, need)
 
+    def restart(self, head: Sequence) -> bool:
+        """A beam has no room though only others of its search run: where layers have windows these
+        have given back what it would share, and it may be gone. They start again in an empty pool,
+        where it is not. False if that is no way out, or was tried with these tokens."""
+        search, kv = head.search, self._kv
+        if search is None or not any(kv.windows) or not search.running:
+            return False
+        if search.restarted_at == len(head.token_ids):
+            return False
+        search.restarted_at = len(head.token_ids)
+        why = "its beams start again together, in an empty pool"
+        victim = Victim(search.running, "recompute", why, 0.0)
+        self._preempt(victim, head, f"lacks what its siblings gave back, {self._num_free}")
+        kv.drop_unused()
+        return True
+
     def shrink(self, num_blocks: int, num_over: int) -> bool:
         """The same, as the pool is to have so many blocks; False if nobody runs."""
         if not self._roster.running:
