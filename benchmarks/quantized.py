@@ -26,7 +26,7 @@ from octavo.config import DEFAULT_MODEL
 from octavo.weights.locate import locate
 
 TEXT = Path(__file__).parents[1] / "tests" / "data" / "public_domain.txt"
-KINDS = {"bf16": "none", "int8": "int8", "as in the file": None}
+KINDS = {"bf16": "none", "int8": "int8", "as in the file": "gguf"}
 BATCH = 32
 
 LLAMA = """

