@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +12,16 @@ import torch
 
 from octavo.arch import ModelArch
 from octavo.attention.gather import GatherAttention
+from octavo.config import DEFAULT_MODEL
 from octavo.errors import ModelNotFoundError, TokenizerError
 from octavo.models.registry import build_model
 from octavo.quantization import Quantization
 from octavo.text.tokenizer import load_tokenizer
 from octavo.util import human_bytes
 from octavo.weights.gguf_file import GGUFFile
-from octavo.weights.load import open_model
+from octavo.weights.load import OpenModel, open_model
 from octavo.weights.locate import ModelFiles, local_path, locate
+from octavo.weights.manage import list_models
 from octavo.weights.progress import Progress
 from octavo.weights.safetensors_source import SafetensorsSource
 
@@ -112,7 +114,7 @@ class ModelReport:
             ("quantization", self.quantization or "none"),
             ("context", f"{self.arch.max_position_embeddings:,} tokens, {_rope_text(self.arch)}"),
             ("KV", f"{self.kv_bytes_per_token:,} B a token in bfloat16"),
-            *(("", _group_text(group, self.arch)) for group in self.groups),
+            *(("", _group_text(group)) for group in self.groups),
             ("tokenizer", self.tokenizer),
             ("chat template", ", ".join(self.templates) or "none"),
         ]
@@ -218,9 +220,6 @@ def _found(model: str, revision: str | None, progress: Progress | None) -> Model
 
 
 def _is_here(model: str) -> bool:
-    from octavo.config import DEFAULT_MODEL
-    from octavo.weights.manage import list_models
-
     return (
         local_path(model) is not None
         or model == DEFAULT_MODEL
@@ -240,9 +239,9 @@ def _formats(files: ModelFiles) -> dict[str, int]:
     return dict(sizes.most_common())
 
 
-def _quantization(opened: Any, formats: dict[str, int]) -> str | None:
-    if (found := getattr(opened, "quantization", None)) is not None:
-        return str(found.text)
+def _quantization(opened: OpenModel, formats: dict[str, int]) -> str | None:
+    if opened.quantization is not None:
+        return opened.quantization.text
     largest = next(iter(formats), "F32")
     return None if largest in ("F64", "F32", "F16", "BF16") else f"GGUF {largest}"
 
@@ -252,8 +251,7 @@ def _tokenizer(files: ModelFiles) -> tuple[str, tuple[str, ...]]:
         tokenizer = load_tokenizer(files.tokenizer)
     except TokenizerError as error:
         return f"none: {error}", ()
-    names: Sequence[str] = tuple(tokenizer.chat_templates)
-    return f"{tokenizer.vocab_size:,} tokens", tuple(names)
+    return f"{tokenizer.vocab_size:,} tokens", tuple(tokenizer.chat_templates)
 
 
 def _shape_text(arch: ModelArch) -> str:
@@ -282,7 +280,7 @@ def _rope_text(arch: ModelArch) -> str:
     return text
 
 
-def _group_text(group: LayerGroup, arch: ModelArch) -> str:
+def _group_text(group: LayerGroup) -> str:
     text = f"{_count(group.num_layers, 'layer')}: {group.bytes_per_token:,} B a token"
     if not group.window:
         return f"{text}, all tokens are kept"

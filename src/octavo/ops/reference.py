@@ -361,7 +361,7 @@ def rope_and_cache(
     then writes key and value to their slots: slot s is slot s % block_size of block s //
     block_size; s < 0 is skipped. With scales the cache holds `int8_codes`.
 
-    Shapes as in `octavo.ops.cpu.elementwise.rope_and_cache`.
+    Shapes as in `octavo.ops.cpu.rope_cache.rope_and_cache`.
     """
     for x, weight in ((query, q_norm_weight), (key, k_norm_weight)):
         normed = x if weight is None else rms_norm(x, weight, eps)

@@ -256,10 +256,14 @@ class GpuRunner(RunnerBase):
         Recorded steps name the addresses of inputs, workspace and pool, and outlive a change of the
         pool's size as long as its address stays.
         """
-        sizes = graph_sizes(self.max_num_seqs) if self._can_record else ()
-        mixed = mixed_sizes(self.max_num_tokens) if self._can_record else ()
         with torch.inference_mode(), device_errors(self.device, self):
-            return self.graphs.capture(sizes, mixed, progress)
+            return self.graphs.capture(*self._recorded_sizes(), progress)
+
+    def _recorded_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sizes of steps of decodes, and of mixed ones, that are recorded."""
+        if not self._can_record:
+            return (), ()
+        return graph_sizes(self.max_num_seqs), mixed_sizes(self.max_num_tokens)
 
     def _calls_of(self, room: Room) -> RoomCalls:
         """The calls of a step on fixed addresses: all of one of decodes but the sampling. Of a
@@ -292,8 +296,7 @@ class GpuRunner(RunnerBase):
             return
         from octavo.ops.gpu.compiling import compiling_only
 
-        sizes = graph_sizes(self.max_num_seqs) if self._can_record else ()
-        mixed = mixed_sizes(self.max_num_tokens) if self._can_record else ()
+        sizes, mixed = self._recorded_sizes()
         rooms = [Room(size, True) for size in mixed] + [Room(size, False) for size in sizes]
         with torch.inference_mode(), device_errors(self.device, self), compiling_only():
             for room in rooms:
