@@ -17,6 +17,9 @@ Method = Literal["awq", "compressed-tensors", "fp8", "gptq"]
 METHODS: tuple[Method, ...] = get_args(Method)
 """Values of `quant_method` that are read."""
 
+PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
+"""Types of tensors, as files name them, whose numbers are what they are: nothing is quantized."""
+
 BLOCK = 128
 """Rows and columns that share a scale in fp8 checkpoints with blocks."""
 

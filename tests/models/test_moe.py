@@ -17,6 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from octavo.arch import ModelArch, MoEConfig
 from octavo.layers import experts as experts_module
 from octavo.layers.experts import SeparateExperts, StackedExperts, route
+from octavo.layers.fp8 import Fp8Weight
 from octavo.layers.norm import make_norm
 from octavo.layers.workspace import Workspace
 from octavo.models.moe import MoEMLP
@@ -217,6 +218,41 @@ def test_stacked_experts_compute_the_same() -> None:
     torch.testing.assert_close(stacked(x, *chosen), separate(x, *chosen), rtol=0, atol=1e-5)
     assert stacked.num_bytes == separate.num_bytes == EXPERTS * 3 * SIZE * HIDDEN * 4
     assert stacked.capturable and not separate.capturable
+
+
+@pytest.mark.parametrize("in_groups", [False, True])
+def test_stacked_experts_in_fp8(in_groups: bool) -> None:
+    """Of a checkpoint, with scales of rows or of 128 x 128, and made of weights as they are."""
+    pytest.importorskip("triton")
+    arch = arch_of(expert_size=128)
+    hidden, size = 256, 128
+    separate = SeparateExperts(arch.moe, hidden, "silu")
+    device = torch.device("cpu")
+    stacked = StackedExperts(arch.moe, hidden, "silu", torch.float8_e4m3fn, device, in_groups)
+    torch.manual_seed(0)
+    for expert in range(EXPERTS):
+        gate, up, down = (
+            Fp8Weight.of(
+                torch.randn(shape).to(torch.float8_e4m3fn),
+                torch.rand((shape[0] // 128, shape[1] // 128) if in_groups else shape[0]) / 8,
+            )
+            for shape in ((size, hidden), (size, hidden), (hidden, size))
+        )
+        stacked.set_gate_up(expert, gate, up)
+        plain = expert == 1 and not in_groups
+        wide = down.dequantize(torch.float32)
+        stacked.set_down(expert, wide if plain else down)
+        separate.set_gate_up(expert, gate.dequantize(torch.float32), up.dequantize(torch.float32))
+        separate.set_down(expert, wide)
+    x = torch.randn((9, hidden)) / 16
+    chosen = route(torch.randn((9, EXPERTS)), arch.moe)
+    expected = separate(x, *chosen)
+    error = (stacked(x, *chosen) - expected).norm() / expected.norm()
+    assert error < (1e-5 if in_groups else 2e-2)
+    per_row = hidden // 128 + 1 if in_groups else 2
+    num_scales = 2 * size * (per_row - 1) + hidden
+    assert stacked.num_bytes == EXPERTS * (3 * size * hidden + 4 * num_scales)
+    assert stacked.capturable
 
 
 def test_routing() -> None:

@@ -1,20 +1,23 @@
 """The experts of a mixture (Shazeer et al. 2017): which ones serve a token, and their MLPs.
 
 Two ways to hold them. `SeparateExperts` has two layers an expert, of whatever kind is fastest here,
-and calls those that have tokens. `StackedExperts` (GPU) has them all in two tensors, which kernels
-with fixed grids read, so that a step can be recorded.
+and calls those that have tokens. `StackedExperts` (GPU) has them all in two tensors, as they are or
+in fp8, which kernels with fixed grids read, so that a step can be recorded.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from octavo.arch import MoEConfig
+from octavo.layers.fp8 import Fp8Weight
 from octavo.layers.linear import Gated, Linear, make_gated, make_linear
 from octavo.layers.quantized import QuantizedWeight, Weight
+from octavo.quantization import BLOCK
 
 _MAX_ROWS = 1024
 """Tokens of one expert that are computed at a time: what that takes does not depend on how uneven
@@ -132,10 +135,43 @@ class SeparateExperts:
         )
 
 
+class _Stack:
+    """The same matrix of all experts; dtype float8_e4m3fn: with scales of rows, or, `in_groups`, of
+    each 128 inputs of a row."""
+
+    def __init__(
+        self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, in_groups: bool
+    ) -> None:
+        self.codes = torch.empty(shape, dtype=dtype, device=device)
+        self.scales: Tensor | None = None
+        if dtype == torch.float8_e4m3fn:
+            num_groups = shape[2] // BLOCK if in_groups and shape[2] % BLOCK == 0 else 1
+            self.scales = torch.empty((*shape[:2], num_groups), device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.codes.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def set(self, expert: int, first: int, weight: Weight) -> None:
+        """Take rows of an expert, from `first` on."""
+        rows = slice(first, first + weight.shape[0])
+        if self.scales is None:
+            self.codes[expert, rows].copy_(_expanded(weight, self.codes.dtype))
+            return
+        num_groups = self.scales.shape[2]
+        if not isinstance(weight, Fp8Weight) or weight.scales.shape[1] not in (1, num_groups):
+            weight = Fp8Weight.quantized(_expanded(weight, torch.float32))
+        self.codes[expert, rows].copy_(weight.codes)
+        self.scales[expert, rows].copy_(weight.scales.expand(-1, num_groups))
+
+
 class StackedExperts:
     """All experts in two tensors on a GPU, multiplied by one kernel each.
 
     The tensors are made whole at once, and filled as weights come: there is never a second copy.
+    dtype: of the weights; under float8_e4m3fn they keep scales of 128 inputs if they come
+    `in_groups` and those fit, and are quantized where they come as anything else. Inputs are not
+    rounded.
     """
 
     capturable = True
@@ -147,26 +183,26 @@ class StackedExperts:
         activation: str,
         dtype: torch.dtype,
         device: torch.device,
+        in_groups: bool = False,
     ) -> None:
         self._moe, self._hidden_size, self._activation = moe, hidden_size, activation
         count, size = moe.num_experts, moe.expert_size
-        self.gate_up = torch.empty((count, 2 * size, hidden_size), dtype=dtype, device=device)
-        self.down = torch.empty((count, hidden_size, size), dtype=dtype, device=device)
+        self._gate_up = _Stack((count, 2 * size, hidden_size), dtype, device, in_groups)
+        self._down = _Stack((count, hidden_size, size), dtype, device, in_groups)
 
     @property
     def num_bytes(self) -> int:
         """See `Experts`."""
-        return self.gate_up.nbytes + self.down.nbytes
+        return self._gate_up.num_bytes + self._down.num_bytes
 
     def set_gate_up(self, expert: int, gate: Weight, up: Weight) -> None:
         """See `Experts`."""
-        size, mine = self._moe.expert_size, self.gate_up[expert]
-        mine[:size].copy_(_expanded(gate, mine.dtype))
-        mine[size:].copy_(_expanded(up, mine.dtype))
+        self._gate_up.set(expert, 0, gate)
+        self._gate_up.set(expert, self._moe.expert_size, up)
 
     def set_down(self, expert: int, down: Weight) -> None:
         """See `Experts`."""
-        self.down[expert].copy_(_expanded(down, self.down.dtype))
+        self._down.set(expert, 0, down)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """See `Experts`."""
@@ -175,9 +211,12 @@ class StackedExperts:
         num_tokens, top_k = ids.shape
         order, starts = experts.sort_by_expert(ids, self._moe.num_experts)
         inner = x.new_empty((num_tokens * top_k, self._moe.expert_size))
-        experts.gated(x, self.gate_up, order, starts, inner, top_k, self._activation)
+        gate_up, down = self._gate_up, self._down
+        experts.gated(
+            x, gate_up.codes, order, starts, inner, top_k, self._activation, gate_up.scales
+        )
         parts = x.new_empty((num_tokens, top_k, self._hidden_size))
-        experts.down(inner, self.down, order, starts, weights, parts)
+        experts.down(inner, down.codes, order, starts, weights, parts, down.scales)
         return experts.combine(parts, torch.empty_like(x))
 
     def transient_bytes(self, num_tokens: int, element_bytes: int) -> int:
@@ -194,10 +233,13 @@ def make_experts(
 
     quantize: as for `make_linear`.
     """
-    plain = not isinstance(first, QuantizedWeight) and quantize is None
-    if plain and first.device.type == "cuda":
-        assert isinstance(first, Tensor)
-        return StackedExperts(moe, hidden_size, activation, first.dtype, first.device)
+    if first.device.type == "cuda":
+        kept = partial(StackedExperts, moe, hidden_size, activation, device=first.device)
+        if isinstance(first, Fp8Weight):
+            return kept(torch.float8_e4m3fn, in_groups=first.scales.shape[1] > 1)
+        if isinstance(first, Tensor):
+            assert quantize in (None, "fp8"), quantize
+            return kept(first.dtype if quantize is None else torch.float8_e4m3fn)
     return SeparateExperts(moe, hidden_size, activation, quantize)
 
 

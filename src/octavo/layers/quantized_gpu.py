@@ -23,11 +23,10 @@ from octavo.layers.quantized import QuantizedWeight, Weight
 from octavo.ops.gpu import activation as activations
 from octavo.ops.gpu import fp8_linear
 from octavo.ops.gpu.grouped_linear import expand, grouped_linear
-from octavo.ops.gpu.grouped_row_linear import MAX_IN_FEATURES, grouped_row_linear
+from octavo.ops.gpu.grouped_row_linear import grouped_row_linear, is_row_product
 from octavo.ops.gpu.quantize import GROUP, quantize_gated, quantize_rows
-from octavo.quantization import Quantization
+from octavo.quantization import PLAIN_TYPES, Quantization
 
-_PLAIN_KINDS = ("F32", "F16", "BF16")
 _MAX_PACKED_ROWS = 64
 """More rows are multiplied by the expanded weight: measured on an H200."""
 
@@ -183,7 +182,7 @@ class GroupedLinear:
 
     def is_row(self, x: Tensor) -> bool:
         """Whether the kernel for one row takes it."""
-        return len(x) == 1 and x.shape[1] <= MAX_IN_FEATURES
+        return is_row_product(x, self.weight)
 
     def _expanded(self, x: Tensor) -> GpuLinear:
         """Whose memory is free again once the product is queued."""
@@ -253,7 +252,7 @@ def why_expanded(
     codes = format if isinstance(format, str) else format.codes
     if codes == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
         return "this GPU has no fp8 arithmetic (compute capability 8.9 and later have)"
-    others = sorted(set(kinds) - {*GROUPED_FORMATS, *_PLAIN_KINDS})
+    others = sorted(set(kinds) - {*GROUPED_FORMATS, *PLAIN_TYPES})
     return f"there is no kernel for {', '.join(others)}" if others else None
 
 

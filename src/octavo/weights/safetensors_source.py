@@ -14,12 +14,12 @@ import torch
 
 from octavo.errors import UnsupportedModelError, WeightsError
 from octavo.layers.quantized import Weight
+from octavo.quantization import PLAIN_TYPES
 from octavo.weights.hf_folder import safetensors_files
 from octavo.weights.source import Keep
 
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
-_FLOATS = ("F64", "F32", "F16", "BF16")
 _BUFFERS = ("inv_freq", "attn.bias", "attention.bias", "masked_bias")
 """Constants that old checkpoints carry along, masks of bits among them; no weights."""
 _QUANTIZED = ("F8_E4M3", "I32", "I64", "U8", "I8")
@@ -39,7 +39,7 @@ class SafetensorsSource:
 
     def __init__(self, folder: str | Path, quantized: bool = False) -> None:
         self.name = str(folder)
-        self._types = (*_FLOATS, *_QUANTIZED) if quantized else _FLOATS
+        self._types = (*PLAIN_TYPES, *_QUANTIZED) if quantized else PLAIN_TYPES
         self._headers = {path: _read_header(path) for path in safetensors_files(Path(folder))}
         self._check()
 

@@ -92,6 +92,35 @@ def test_products_against_a_dense_loop(
     assert relative_error(out, expected) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize(("tokens", "num_groups"), [(5, 2), (33, 1)])
+def test_fp8_weights(
+    tokens: int, num_groups: int, device: torch.device, relative_error: Error
+) -> None:
+    """With scales of rows, and of each 128 inputs of a row."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    gate_up, down = (w.half() for w in _weights(3, 256, 128, torch.float32, device))
+    codes = [(64 * w).float().to(torch.float8_e4m3fn) for w in (gate_up, down)]
+    groups = (num_groups, 1)
+    scales = [
+        (torch.rand((*w.shape[:2], n), device=device) + 0.5) / 64
+        for w, n in zip(codes, groups, strict=True)
+    ]
+    wide = [
+        w.double() * s.double().repeat_interleave(w.shape[2] // s.shape[2], 2)
+        for w, s in zip(codes, scales, strict=True)
+    ]
+    x = torch.randn((tokens, 256), device=device).to(dtype)
+    ids, weights = _random_ids(tokens, 3, 2).to(device), torch.rand((tokens, 2), device=device)
+    order, starts = experts.sort_by_expert(ids, 3)
+    inner = x.new_full((2 * tokens, 128), torch.nan)
+    experts.gated(x, codes[0], order, starts, inner, 2, weight_scales=scales[0])
+    parts = x.new_full((tokens, 2, 256), torch.nan)
+    experts.down(inner, codes[1], order, starts, weights, parts, scales[1])
+    out = experts.combine(parts, torch.empty_like(x))
+    expected = _dense(x, ids, weights, *wide, "silu")
+    assert relative_error(out, expected) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_activations(activation: str, device: torch.device, relative_error: Error) -> None:
     gate_up, down = _weights(4, 32, 24, torch.float32, device)
@@ -167,6 +196,13 @@ def test_refusals(device: torch.device) -> None:
         experts.gated(x, gate_up, order, starts, inner[1:], 2)
     with pytest.raises(TypeError, match="x's type"):
         experts.gated(x, gate_up.half(), order, starts, inner, 2)
+    codes, rows = gate_up.to(torch.float8_e4m3fn), torch.ones((4, 48, 1), device=device)
+    with pytest.raises(TypeError, match="weight_scales must be contiguous float32"):
+        experts.gated(x, codes, order, starts, inner, 2, weight_scales=rows.double())
+    with pytest.raises(ValueError, match=r"weight_scales must be \(4, 48\) with 1 a row"):
+        experts.gated(
+            x, codes, order, starts, inner, 2, weight_scales=rows.expand(4, 48, 2).clone()
+        )
     with pytest.raises(TypeError, match="scales must be float32"):
         experts.down(inner, down, order, starts, scales.double(), parts)
     with pytest.raises(ValueError, match="scales must be contiguous"):

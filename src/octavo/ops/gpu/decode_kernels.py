@@ -92,6 +92,46 @@ def merge_kernel(
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=head_ok[:, None] & dim_ok[None, :])
 
 
+@triton.jit
+def _clear_padding(out, seq_lens, padding, cells, mask, OUT_STRIDE: tl.constexpr):
+    """Zeros for a sequence of padding, which has no tokens."""
+    if tl.load(seq_lens + padding, mask=padding >= 0, other=1) == 0:
+        at = padding.to(tl.int64) * OUT_STRIDE + cells
+        tl.store(out + at, tl.zeros_like(cells).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _slots(
+    table, start, position, inside, end,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """(Block, slot in it) of each position of a tile; GROUPED: an entry of the table is read once
+    for all its tokens, as no block begins within their share of the tile."""
+    if GROUPED:
+        share: tl.constexpr = TILE if TILE < BLOCK_SIZE else BLOCK_SIZE
+        slot = tl.arange(0, TILE) % BLOCK_SIZE + (start % BLOCK_SIZE if BLOCK_SIZE > TILE else 0)
+        index = start // BLOCK_SIZE + tl.arange(0, TILE // share)
+        block = tl.load(table + index, mask=index * BLOCK_SIZE < end, other=0)
+        block = tl.broadcast_to(block[:, None], (TILE // share, share)).reshape((TILE,))
+    else:
+        slot = position % BLOCK_SIZE
+        block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0)
+    return block.to(tl.int64), slot
+
+
+@triton.jit
+def _scaled(scores, scale_log2, soft_cap, slopes, distance, SOFT_CAP: tl.constexpr):
+    """Scores in base 2: scaled, capped (scale_log2 is 2 log2(e) scale / c then), and with what
+    `slopes`, if there are any, add for the distance."""
+    if SOFT_CAP:
+        scores = soft_cap - 2.0 * soft_cap / (tl.exp2(scores * scale_log2) + 1.0)
+    else:
+        scores *= scale_log2
+    if slopes is not None:
+        scores += slopes[:, None] * distance.to(tl.float32)[None, :]
+    return scores
+
+
 @triton.jit(do_not_specialize=["layer", "num_seqs", "window"])
 def decode_kernel(
     out, query, keys, values, kv_scales, block_tables, table_rows, seq_lens, items, partial,
@@ -143,9 +183,7 @@ def decode_kernel(
         if PDL:
             tl.extra.cuda.gdc_wait()
         padding = num_seqs - tl.num_programs(1) + item
-        if tl.load(seq_lens + padding, mask=padding >= 0, other=1) == 0:
-            at = padding.to(tl.int64) * OUT_STRIDE + cells
-            tl.store(out + at, tl.zeros_like(cells).to(out.dtype.element_ty), mask=row_mask)
+        _clear_padding(out, seq_lens, padding, cells, row_mask, OUT_STRIDE)
         return
     seq_len = tl.load(seq_lens + seq)
     window_start = tl.maximum(seq_len - window, 0)
@@ -176,6 +214,7 @@ def decode_kernel(
     q_at = query + seq_long * QUERY_STRIDE + heads[:, None] * HEAD_DIM + numbers * columns[None, :]
     q_mask = (rows < group)[:, None] & (columns < width)[None, :]
     q = tl.load(q_at, mask=q_mask, other=0.0)
+    slopes = None
     if alibi is not None:
         slopes = tl.load(alibi + heads, mask=rows < group, other=0.0) * _LOG2_E
     if fp8:
@@ -187,7 +226,7 @@ def decode_kernel(
             q, second_q = q.to(tl.float16), second_q.to(tl.float16)
 
     begin = low
-    if GROUPED:  # no block begins within a tile's share of an entry
+    if GROUPED:
         share: tl.constexpr = TILE if TILE < BLOCK_SIZE else BLOCK_SIZE
         begin = low // share * share
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
@@ -196,16 +235,8 @@ def decode_kernel(
         if not PAGED:
             at = position.to(tl.int64) * width
         else:
-            if GROUPED:
-                offset = tokens % BLOCK_SIZE + (start % BLOCK_SIZE if BLOCK_SIZE > TILE else 0)
-                index = start // BLOCK_SIZE + tl.arange(0, TILE // share)
-                block = tl.load(table + index, mask=index * BLOCK_SIZE < end, other=0)
-                block = tl.broadcast_to(block[:, None], (TILE // share, share)).reshape((TILE,))
-            else:
-                offset = position % BLOCK_SIZE
-                block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0)
-            block = block.to(tl.int64)
-            at = block * (BLOCK_STRIDE // numbers) + offset * width
+            block, slot = _slots(table, start, position, inside, end, BLOCK_SIZE, TILE, GROUPED)
+            at = block * (BLOCK_STRIDE // numbers) + slot * width
         mask = inside[:, None]
         if DIM_PAD != HEAD_DIM:
             mask = mask & (columns < width)[None, :]
@@ -217,16 +248,12 @@ def decode_kernel(
             k, second_k = _two_codes(k, ASM)
             scores = tl.dot(second_q, tl.trans(second_k.to(q.dtype)), input_precision="ieee")
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), scores, input_precision="ieee")
-            scale_at = key_scales + block * SCALE_STRIDE + offset
+            scale_at = key_scales + block * SCALE_STRIDE + slot
             scores *= tl.load(scale_at, mask=inside, other=0.0).to(tl.float32)[None, :]
         else:
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if SOFT_CAP:  # scale_log2 is 2 log2(e) scale / c here
-            scores = soft_cap - 2.0 * soft_cap / (tl.exp2(scores * scale_log2) + 1.0)
-        else:
-            scores *= scale_log2
-        if alibi is not None:
-            scores += slopes[:, None] * (position - (seq_len - 1)).to(tl.float32)[None, :]
+        distance = position - (seq_len - 1)
+        scores = _scaled(scores, scale_log2, soft_cap, slopes, distance, SOFT_CAP)
         scores = tl.where(inside[None, :], scores, -float("inf"))
         new_best = tl.maximum(best, tl.max(scores, 1))
         fade, weights = tl.exp2(best - new_best), tl.exp2(scores - new_best[:, None])

@@ -4,6 +4,9 @@ The (token, expert) pairs are sorted by expert on the device; each product then 
 one tile of rows of one expert, which it finds from where the experts' rows begin. There are as many
 programs as there can be tiles, whatever the router chose, so a step can be recorded; those that are
 too many end at once. (Gale et al. 2023 have the idea; no row is dropped or padded in memory.)
+
+Weights in fp8 are read as they are and multiplied in the type of the inputs, which holds e4m3
+exactly; their scales are applied to sums.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from torch import Tensor
 from octavo.ops.gpu.activation import _tanh
 
 _BLOCK_N, _BLOCK_K = 64, 64
+_GROUP = 128
+"""Inputs that share a scale of a weight, where rows have several."""
 _SORT_BLOCK = 1024
 _SUM_BLOCK = 1024
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
@@ -73,15 +78,38 @@ def _activated(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def _add_product(
+    total, a, weight_at, mask, scales_at, start, wanted, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """total + a b for b of the weight, under GROUP times the scales of inputs from `start` on."""
+    b = tl.load(weight_at, mask=mask, other=0.0).to(a.dtype)
+    if GROUP:
+        scales = tl.load(scales_at + start // GROUP, mask=wanted, other=0.0)
+        return total + tl.dot(a, b, input_precision=PRECISION) * scales
+    else:
+        return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
+def _scaled(total, scales_at, wanted, GROUP: tl.constexpr):
+    """total times scales of whole rows of the weight, if there are some."""
+    if scales_at is not None and not GROUP:
+        total *= tl.load(scales_at, mask=wanted, other=0.0)
+    return total
+
+
+@triton.jit
 def _gated_kernel(
-    x, weight, order, starts, out, x_stride, num_experts, width, in_features, top_k,
+    x, weight, weight_scales, order, starts, out, x_stride, num_experts, width, in_features, top_k,
     ACTIVATION: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[r] = act(x[t] G_e^T) * (x[t] U_e^T), for the token t of the pair at row r of expert e.
 
-    x [tokens, in_features]; weight [experts, 2 width, in_features], gate first; out [pairs, width],
-    sorted by expert. float32 inside, rounded once.
+    x [tokens, in_features]; weight [experts, 2 width, in_features], gate first, times
+    weight_scales [experts, 2 width, 1 or in_features / GROUP] where there are any; out [pairs,
+    width], sorted by expert. float32 inside, rounded once.
     """
     expert, first, end = _tile_of(starts, tl.program_id(0), num_experts, EXPERTS, BLOCK_M)
     if first >= end:
@@ -96,16 +124,24 @@ def _gated_kernel(
     at_gate = weight + expert * 2 * width * in_features
     at_gate += features[None, :].to(tl.int64) * in_features + k[:, None]
     at_up = at_gate + width.to(tl.int64) * in_features
+    gate_scales = weight_scales
+    up_scales = weight_scales
+    if weight_scales is not None:
+        num_groups = in_features // GROUP if GROUP else 1
+        gate_scales = weight_scales + (expert * 2 * width + features[None, :]) * num_groups
+        up_scales = gate_scales + width.to(tl.int64) * num_groups
     gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, in_features, BLOCK_K):
         left = in_features - start
         a = tl.load(at_x + start, mask=inside[:, None] & (k < left)[None, :], other=0.0)
         mask = wanted & (k < left)[:, None]
-        gate = tl.dot(a, tl.load(at_gate + start, mask=mask, other=0.0), gate,
-                      input_precision=PRECISION)  # fmt: skip
-        up = tl.dot(a, tl.load(at_up + start, mask=mask, other=0.0), up,
-                    input_precision=PRECISION)  # fmt: skip
+        gate = _add_product(
+            gate, a, at_gate + start, mask, gate_scales, start, wanted, GROUP, PRECISION
+        )
+        up = _add_product(up, a, at_up + start, mask, up_scales, start, wanted, GROUP, PRECISION)
+    gate = _scaled(gate, gate_scales, wanted, GROUP)
+    up = _scaled(up, up_scales, wanted, GROUP)
     value = _activated(gate, ACTIVATION) * up
     at_out = out + rows[:, None].to(tl.int64) * width + features[None, :]
     tl.store(at_out, value.to(out.dtype.element_ty), mask=inside[:, None] & wanted)
@@ -113,14 +149,15 @@ def _gated_kernel(
 
 @triton.jit
 def _down_kernel(
-    x, weight, order, starts, scales, out, num_experts, out_features, in_features,
+    x, weight, weight_scales, order, starts, scales, out, num_experts, out_features, in_features,
     EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[p] = scales[p] (x[r] D_e^T), for the pair p = order[r] of expert e.
 
-    x [pairs, in_features], sorted by expert; weight [experts, out_features, in_features]; scales
-    [pairs] float32; out [pairs, out_features], by token. float32 inside, rounded once.
+    x [pairs, in_features], sorted by expert; weight [experts, out_features, in_features], and
+    weight_scales, as of `_gated_kernel`; scales [pairs] float32; out [pairs, out_features], by
+    token. float32 inside, rounded once.
     """
     expert, first, end = _tile_of(starts, tl.program_id(0), num_experts, EXPERTS, BLOCK_M)
     if first >= end:
@@ -134,12 +171,19 @@ def _down_kernel(
     at_x = x + rows[:, None].to(tl.int64) * in_features + k[None, :]
     at_weight = weight + expert * out_features * in_features
     at_weight += features[None, :].to(tl.int64) * in_features + k[:, None]
+    scales_at = weight_scales
+    if weight_scales is not None:
+        num_groups = in_features // GROUP if GROUP else 1
+        scales_at = weight_scales + (expert * out_features + features[None, :]) * num_groups
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, in_features, BLOCK_K):
         left = in_features - start
         a = tl.load(at_x + start, mask=inside[:, None] & (k < left)[None, :], other=0.0)
-        b = tl.load(at_weight + start, mask=wanted & (k < left)[:, None], other=0.0)
-        total = tl.dot(a, b, total, input_precision=PRECISION)
+        mask = wanted & (k < left)[:, None]
+        total = _add_product(
+            total, a, at_weight + start, mask, scales_at, start, wanted, GROUP, PRECISION
+        )
+    total = _scaled(total, scales_at, wanted, GROUP)
     total *= tl.load(scales + pairs, mask=inside, other=0.0)[:, None]
     at_out = out + pairs[:, None].to(tl.int64) * out_features + features[None, :]
     tl.store(at_out, total.to(out.dtype.element_ty), mask=inside[:, None] & wanted)
@@ -179,16 +223,18 @@ def sort_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 def gated(
     x: Tensor, weight: Tensor, order: Tensor, starts: Tensor, out: Tensor, top_k: int,
-    activation: str = "silu",
+    activation: str = "silu", weight_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`act(gate(x)) * up(x)` of each pair's expert, rows sorted by expert.
 
     Args:
         x: [num_tokens, hidden_size]; rows dense, at any distance.
-        weight: [num_experts, 2 * width, hidden_size], contiguous, gate first, x's type.
+        weight: [num_experts, 2 * width, hidden_size], contiguous, gate first, x's type, or
+            float8_e4m3fn with weight_scales.
         order, starts: of `sort_by_expert`.
         out: [num_tokens * top_k, width], contiguous, x's type.
         activation: one of `octavo.arch.ACTIVATIONS`.
+        weight_scales: float32 [num_experts, 2 * width, 1 or hidden_size / 128], contiguous.
 
     Returns: out.
     Raises: TypeError for dtypes; ValueError for shapes, strides and activations.
@@ -198,25 +244,26 @@ def gated(
         raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}: {activation}")
     if x.stride(1) != 1 or len(order) != len(x) * top_k:
         raise ValueError(f"x must have dense rows, and a {top_k}th of the {len(order)} pairs")
-    _check(weight, (num_experts, 2 * width, x.shape[1]), x, out, len(order))
+    _check(weight, weight_scales, (num_experts, 2 * width, x.shape[1]), x, out, len(order))
     if not len(x):
         return out
     block_m, num_tiles = _tiles(len(order), num_experts)
     _gated_kernel[(num_tiles, triton.cdiv(width, _BLOCK_N))](
-        x, weight, order, starts, out, x.stride(0), num_experts, width, x.shape[1], top_k,
-        ACTIVATION=activation, **_constants(num_experts, block_m, x.dtype),
+        x, weight, weight_scales, order, starts, out, x.stride(0), num_experts, width, x.shape[1],
+        top_k, ACTIVATION=activation, **_constants(num_experts, block_m, x.dtype, weight_scales),
     )  # fmt: skip
     return out
 
 
 def down(
-    x: Tensor, weight: Tensor, order: Tensor, starts: Tensor, scales: Tensor, out: Tensor
-) -> Tensor:
+    x: Tensor, weight: Tensor, order: Tensor, starts: Tensor, scales: Tensor, out: Tensor,
+    weight_scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Each row through its expert's last layer, times its weight, back to the order of tokens.
 
     Args:
         x: [num_tokens * top_k, width], contiguous: what `gated` made.
-        weight: [num_experts, hidden_size, width], contiguous, x's type.
+        weight: [num_experts, hidden_size, width], contiguous, and weight_scales: as of `gated`.
         order, starts: of `sort_by_expert`.
         scales: [num_tokens, top_k] float32, contiguous.
         out: [num_tokens, top_k, hidden_size], contiguous, x's type.
@@ -228,13 +275,14 @@ def down(
         raise TypeError(f"scales must be float32: {scales.dtype}")
     if not (x.is_contiguous() and scales.is_contiguous()) or scales.shape != out.shape[:2]:
         raise ValueError(f"x and scales must be contiguous, scales {tuple(out.shape[:2])}")
-    _check(weight, (num_experts, features, x.shape[1]), x, out.flatten(0, 1), len(x))
+    shape = num_experts, features, x.shape[1]
+    _check(weight, weight_scales, shape, x, out.flatten(0, 1), len(x))
     if not len(x):
         return out
     block_m, num_tiles = _tiles(len(x), num_experts)
     _down_kernel[(num_tiles, triton.cdiv(features, _BLOCK_N))](
-        x, weight, order, starts, scales, out, num_experts, features, x.shape[1],
-        **_constants(num_experts, block_m, x.dtype),
+        x, weight, weight_scales, order, starts, scales, out, num_experts, features, x.shape[1],
+        **_constants(num_experts, block_m, x.dtype, weight_scales),
     )  # fmt: skip
     return out
 
@@ -264,22 +312,42 @@ def _tiles(num_pairs: int, num_experts: int) -> tuple[int, int]:
     return block_m, (num_pairs - busy) // block_m + busy
 
 
-def _constants(num_experts: int, block_m: int, dtype: torch.dtype) -> dict[str, object]:
+def _constants(
+    num_experts: int, block_m: int, dtype: torch.dtype, weight_scales: Tensor | None
+) -> dict[str, object]:
+    grouped = weight_scales is not None and weight_scales.shape[-1] > 1
     return {
         "EXPERTS": triton.next_power_of_2(num_experts),
         "BLOCK_M": block_m,
         "BLOCK_N": _BLOCK_N,
         "BLOCK_K": _BLOCK_K,
+        "GROUP": _GROUP if grouped else 0,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "num_warps": 8 if block_m == 128 else 4,
         "num_stages": 4 if dtype.itemsize == 2 else 2,
     }
 
 
-def _check(weight: Tensor, shape: tuple[int, ...], x: Tensor, out: Tensor, rows: int) -> None:
+def _check(
+    weight: Tensor, scales: Tensor | None, shape: tuple[int, int, int], x: Tensor, out: Tensor,
+    rows: int,
+) -> None:  # fmt: skip
     if weight.shape != shape or not weight.is_contiguous():
         raise ValueError(f"weight must be contiguous {shape}: {tuple(weight.shape)}")
     if len(out) != rows or not out.is_contiguous():
         raise ValueError(f"out must be contiguous, of {rows} rows: {tuple(out.shape)}")
-    if weight.dtype != x.dtype or out.dtype != x.dtype:
-        raise TypeError(f"weight and out must have x's type {x.dtype}: {weight.dtype}, {out.dtype}")
+    wanted = x.dtype if scales is None else torch.float8_e4m3fn
+    if weight.dtype != wanted or out.dtype != x.dtype:
+        raise TypeError(
+            f"weight must be {wanted}, out have x's type {x.dtype}: {weight.dtype}, {out.dtype}"
+        )
+    if scales is None:
+        return
+    counts = (1, shape[2] // _GROUP) if shape[2] % _GROUP == 0 else (1,)
+    if scales.dtype != torch.float32 or not scales.is_contiguous():
+        raise TypeError(f"weight_scales must be contiguous float32: {scales.dtype}")
+    if scales.shape[:2] != shape[:2] or scales.shape[2] not in counts:
+        raise ValueError(
+            f"weight_scales must be {shape[:2]} with {' or '.join(map(str, counts))} a row:"
+            f" {tuple(scales.shape)}"
+        )

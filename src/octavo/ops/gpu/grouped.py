@@ -4,8 +4,7 @@ A block is 16 words of 32 bits, and code i of word j is that of the block's inpu
 inputs of 4 bits, or 64 of 8. So a kernel unpacks words without moving anything between lanes, and
 16 neighbouring inputs at a time go with them.
 
-An integer becomes a float32 by being put into the mantissa of 2048 (or 128) where its lowest bit
-counts 1: two or three instructions. The 2048 is taken off in sums.
+No Triton here: CPUs, which may have none, read checkpoints of such weights too.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from __future__ import annotations
 from typing import Literal, Protocol
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 WORDS = 16
@@ -41,7 +38,7 @@ class Grouped(Protocol):
 
     @property
     def zeros(self) -> Tensor | None:
-        """[out_features, num_groups], floating point."""
+        """[out_features, num_groups], floating point; of the kind `points` whole numbers."""
 
     @property
     def bits(self) -> int:
@@ -66,34 +63,6 @@ class Grouped(Protocol):
     @property
     def shape(self) -> tuple[int, int]:
         """(out_features, in_features)."""
-
-
-@triton.jit
-def lifted_code(words, i: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
-    """The code at place i of int32 words, and 2048 (128 at odd places of 4 bits): float32."""
-    left: tl.constexpr = 12 - 8 * (i * BITS // 8)
-    shifted = words << left if left > 0 else words >> -left
-    high: tl.constexpr = BITS == 4 and i % 2 == 1
-    mask: tl.constexpr = 0xF0000 if high else (0xF000 if BITS == 4 else 0xFF000)
-    base: tl.constexpr = 0x43000000 if high else 0x45000000
-    if ASM:  # and, or: one instruction, which compilers do not always find
-        bits = tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, $3, 0xEA;",
-            "=r,r,r,r",
-            [shifted, mask, base],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        bits = (shifted & mask) | base
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def lift(i: tl.constexpr, BITS: tl.constexpr):
-    """What `lifted_code` adds at place i."""
-    return 128.0 if BITS == 4 and i % 2 == 1 else 2048.0
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

@@ -3,8 +3,9 @@
 Few rows read the weight as it is packed and expand it in registers. For many rows it is cheaper to
 expand it once, into memory that all layers share, and leave the product to cuBLAS.
 
-Measured on an H200, a layer of Llama-3.1-8B with 4 bits in groups of 128: 111 us for 8 rows (in
-bfloat16 128), 158 for 32 (133), 216 for 64 (139); expanded 318 for 64 and 792 for 1,024 (612).
+Measured on an H200 when codes of 4 bits were still scaled one by one, a layer of Llama-3.1-8B in
+groups of 128: 111 us for 8 rows (in bfloat16 128), 158 for 32 (133), 216 for 64 (139); expanded 318
+for 64 and 792 for 1,024 (612).
 """
 
 import torch
@@ -13,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.gpu import pdl
-from octavo.ops.gpu.grouped import WORDS, Grouped, check, lift, lifted_code
+from octavo.ops.gpu.grouped import WORDS, Grouped, check
+from octavo.ops.gpu.grouped_codes import codes_of, lift, lifted_code
 
 
 @triton.jit
@@ -28,6 +30,25 @@ def _values(
     if ZERO == "points":
         return (code - (lift(i, BITS) + zero)) * scale
     return (code - lift(i, BITS)) * scale + zero
+
+
+@triton.jit
+def _centred(codes, zero, TYPE: tl.constexpr, ASM: tl.constexpr):
+    """codes of `codes_of` less 128 (or 1024) and zero, whole numbers, exact: in TYPE."""
+    codes = codes.to(TYPE, bitcast=True)
+    lifted: tl.constexpr = 128.0 if TYPE.is_bf16() else 1024.0
+    offset = (-lifted - zero).to(TYPE)
+    if ASM:  # two at once
+        add: tl.constexpr = (
+            "{ .reg .b32 one; mov.b32 one, 0x3F803F80; fma.rn.bf16x2 $0, $1, one, $2; }"
+            if TYPE.is_bf16()
+            else "add.rn.f16x2 $0, $1, $2;"
+        )
+        return tl.inline_asm_elementwise(
+            add, "=r,r,r", [codes, offset], dtype=codes.dtype, is_pure=True, pack=2
+        )
+    else:
+        return codes + offset
 
 
 @triton.jit
@@ -47,7 +68,8 @@ def _grouped_kernel(
     RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[m, n] (+)= sum_k x[m, k] w[n, k] + bias[n], w rounded to x's type, summed in float32.
+    """out[m, n] (+)= sum_k x[m, k] w[n, k] + bias[n], w rounded to x's type unless its codes of 4
+    bits have zeros, summed in float32.
 
     Program (m, n, s) has a tile of BLOCK_M x BLOCK_N, computed as its transpose: weights are the
     taller operand. Each round takes a block of packed words and, in turn, the 16 inputs that go
@@ -63,6 +85,8 @@ def _grouped_kernel(
     num_units: tl.constexpr = block // GROUP if block > GROUP else 1
     per_unit: tl.constexpr = per_word // num_units
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
+    # Codes less zero, exact, are multiplied, and their sums scaled; else scaled weights, rounded.
+    pairs: tl.constexpr = BITS == 4 and ZERO != "offsets" and not EXACT
     codes_at = codes + n.to(tl.int64)[:, None] * num_words + j[None, :]
     x_at = x + m.to(tl.int64)[None, :] * x_stride + j[:, None]
     if PDL:
@@ -78,19 +102,31 @@ def _grouped_kernel(
     for start in tl.range(begin, end, 16, num_stages=STAGES):
         first = start * per_word
         words = tl.load(codes_at + start, mask=n_inside[:, None], other=0)
+        if pairs:
+            of_places = codes_of(words, x.dtype.element_ty, ASM)
         for unit in tl.static_range(num_units):
             scale = _of_group(scales, n, n_inside, first + unit * GROUP, num_groups, GROUP)
             zero = scale
             if ZERO != "point":
                 zero = _of_group(zeros, n, n_inside, first + unit * GROUP, num_groups, GROUP)
+            elif pairs:
+                zero = tl.full((BLOCK_N, 1), ZERO_POINT, tl.float32)
+            if pairs:
+                before = total
+                total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             for i in tl.static_range(unit * per_unit, (unit + 1) * per_unit):
                 mask = m_inside[None, :]
                 if not EVEN_K:
                     mask = mask & (first + i * 16 + j < in_features)[:, None]
                 rows = tl.load(x_at + (first + i * 16), mask=mask, other=0.0)
-                w = _values(words, scale, zero, i, BITS, ZERO, ZERO_POINT, ASM)
-                w = w.to(x.dtype.element_ty)
+                if pairs:
+                    w = _centred(of_places[i], zero, x.dtype.element_ty, ASM)
+                else:
+                    w = _values(words, scale, zero, i, BITS, ZERO, ZERO_POINT, ASM)
+                    w = w.to(x.dtype.element_ty)
                 total = tl.dot(w, rows, total, input_precision=precision)
+            if pairs:
+                total = before + total * scale
     if HAS_BIAS:
         total += tl.load(bias + n, mask=n_inside, other=0.0).to(tl.float32)[:, None]
     at = out + m.to(tl.int64)[None, :] * out_stride + n[:, None]

@@ -241,31 +241,16 @@ def paged_prefill(
         shape: how the kernel is cut, for measurements; `tiles` must fit it.
         alibi: float32 [num_heads], contiguous: slope (j - t) is added to a score; None for none.
     """
-    _, num_layers, _, num_kv_heads, block_size, head_dim = kv_cache.shape
-    num_heads = query.shape[1]
-    assert query.shape == out.shape and query.shape[2] == head_dim
-    assert query.stride()[1:] == (head_dim, 1) and out.stride()[1:] == (head_dim, 1)
-    assert num_heads % num_kv_heads == 0 and 0 <= layer < num_layers and scale > 0.0
-    assert kv_cache.stride()[2:] == _inner_strides(num_kv_heads, block_size, head_dim)
-    assert (
-        kv_cache.stride(1) == 2 * kv_cache.stride(2)
-        and block_tables.stride(1) == 1
-        and tiles.is_contiguous()
-    )
+    _check(out, query, kv_cache, kv_scales, layer, alibi)
     rows = seq_lens if table_rows is None else table_rows
     indices = (block_tables, rows, seq_lens, query_start_loc, tiles)
     assert all(x.dtype == torch.int32 and x.stride(-1) == 1 for x in indices), "int32, dense"
-    assert (kv_scales is not None) == (kv_cache.dtype == torch.float8_e4m3fn)
-    assert kv_scales is None or (
-        kv_scales.dtype == torch.float16
-        and kv_scales.stride()[2:] == (num_kv_heads * block_size, block_size, 1)
-        and kv_scales.stride(1) == 2 * kv_scales.stride(2)
-    )
-    assert kv_scales is not None or kv_cache.dtype == query.dtype == out.dtype
+    assert tiles.is_contiguous() and scale > 0.0
     if not len(tiles):
         return
+    num_kv_heads, block_size, head_dim = kv_cache.shape[3:]
+    num_heads = query.shape[1]
     group = num_heads // num_kv_heads
-    assert alibi is None or (alibi.dtype == torch.float32 and alibi.shape == (num_heads,))
     plain = not window and not soft_cap and alibi is None and kv_scales is None
     if shape is None and plain and hopper_takes(query, group, block_size, kv_cache.stride(0)):
         from octavo.ops.gpu import hopper_attention
@@ -295,6 +280,28 @@ def paged_prefill(
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=shape.num_warps, num_stages=shape.num_stages, maxnreg=shape.max_registers,
     )  # fmt: skip
+
+
+def _check(
+    out: Tensor, query: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, layer: int,
+    alibi: Tensor | None,
+) -> None:  # fmt: skip
+    """What the attention backends guarantee."""
+    _, num_layers, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    num_heads = query.shape[1]
+    assert query.shape == out.shape and query.shape[2] == head_dim
+    assert query.stride()[1:] == (head_dim, 1) and out.stride()[1:] == (head_dim, 1)
+    assert num_heads % num_kv_heads == 0 and 0 <= layer < num_layers
+    assert kv_cache.stride()[2:] == _inner_strides(num_kv_heads, block_size, head_dim)
+    assert kv_cache.stride(1) == 2 * kv_cache.stride(2)
+    assert (kv_scales is not None) == (kv_cache.dtype == torch.float8_e4m3fn)
+    assert kv_scales is None or (
+        kv_scales.dtype == torch.float16
+        and kv_scales.stride()[2:] == (num_kv_heads * block_size, block_size, 1)
+        and kv_scales.stride(1) == 2 * kv_scales.stride(2)
+    )
+    assert kv_scales is not None or kv_cache.dtype == query.dtype == out.dtype
+    assert alibi is None or (alibi.dtype == torch.float32 and alibi.shape == (num_heads,))
 
 
 def hopper_takes(query: Tensor, group: int, block_size: int = 128, block_stride: int = 128) -> bool:

@@ -94,6 +94,50 @@ def _invert(
     return tl.max(tl.where(lanes == chosen, token, 0), axis=0)
 
 
+@triton.jit
+def _settle(
+    logits, vocab_size, values, ids, size, copied, best, rate, min_p, low, high,
+    c_low, c_high, m_low, m_high, by_count, top_k, need,
+    CAPACITY: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The cut that lies in a bracket of few tokens or of equal ones: (its key, the last id that is
+    kept of those equal to it, how many tokens are kept, their weight, how many are not below it).
+
+    logits are the row's, values and ids what was copied out of them; for the bracket see `narrow`.
+    """
+    if copied & (high > low) & (c_low > c_high) & (c_low - c_high <= PAIRS):
+        few = copy_out(
+            values, ids, size, value_of(low), value_of(high), values + CAPACITY,
+            ids + CAPACITY, True, TILE,
+        )  # fmt: skip
+        tl.debug_barrier()
+        cut, tie, num_left, total, c_low = rank_of(
+            values + CAPACITY, ids + CAPACITY, few, best, rate, min_p, low, c_high, m_high,
+            by_count, top_k, need, PAIRS,
+        )  # fmt: skip
+        low = key_of(cut)
+    else:
+        # All left in the bracket are equal, or all are kept.
+        cut = value_of(low)
+        one = weight_of(cut, best, rate, min_p).to(tl.float64)
+        nth = top_k - c_high
+        if by_count == 0:
+            left = tl.minimum((need - m_high) / tl.maximum(one, 1e-300), 1e9)
+            nth = tl.ceil(left).to(tl.int32)
+        nth = tl.maximum(nth, 1)
+        tie = vocab_size
+        num_left = c_low
+        total = m_low
+        if (high > low) & (nth < c_low - c_high):
+            num_left = c_high + nth
+            total = m_high + nth * one
+            if copied:
+                tie = nth_equal(values, ids, size, cut, nth, True, TILE)
+            else:
+                tie = nth_equal(logits, ids, vocab_size, cut, nth, False, TILE)
+    return low, tie, num_left, total, c_low
+
+
 @triton.jit(do_not_specialize_on_alignment=_BY_ROW)
 def _draw_top(
     logits, rows, rates, min_ps, top_ks, top_ps, numbers, bests, leasts, totals,
@@ -167,36 +211,10 @@ def _draw_top(
             passes += 1
             going = (high - low > 1) & (c_low - c_high > PAIRS)
         if active:
-            if copied & (high > low) & (c_low > c_high) & (c_low - c_high <= PAIRS):
-                few = copy_out(
-                    values, ids, size, value_of(low), value_of(high), values + CAPACITY,
-                    ids + CAPACITY, True, TILE,
-                )  # fmt: skip
-                tl.debug_barrier()
-                cut, tie, num_left, total, c_low = rank_of(
-                    values + CAPACITY, ids + CAPACITY, few, best, rate, min_p, low, c_high, m_high,
-                    by_count, top_k, need, PAIRS,
-                )  # fmt: skip
-                low = key_of(cut)
-            else:
-                # All left in the bracket are equal, or all are kept.
-                cut = value_of(low)
-                one = weight_of(cut, best, rate, min_p).to(tl.float64)
-                nth = top_k - c_high
-                if search == 1:
-                    left = tl.minimum((need - m_high) / tl.maximum(one, 1e-300), 1e9)
-                    nth = tl.ceil(left).to(tl.int32)
-                nth = tl.maximum(nth, 1)
-                tie = vocab_size
-                num_left = c_low
-                total = m_low
-                if (high > low) & (nth < c_low - c_high):
-                    num_left = c_high + nth
-                    total = m_high + nth * one
-                    if copied:
-                        tie = nth_equal(values, ids, size, cut, nth, True, TILE)
-                    else:
-                        tie = nth_equal(row_logits, ids, vocab_size, cut, nth, False, TILE)
+            low, tie, num_left, total, c_low = _settle(
+                row_logits, vocab_size, values, ids, size, copied, best, rate, min_p, low, high,
+                c_low, c_high, m_low, m_high, by_count, top_k, need, CAPACITY, PAIRS, TILE,
+            )  # fmt: skip
             if low == old_cut:
                 tie = tl.minimum(tie, old_tie)
     cut = value_of(low)
