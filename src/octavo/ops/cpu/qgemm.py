@@ -1,12 +1,13 @@
 """Linear layers on CPU with quantized weights: launcher of csrc/qgemm.c.
 
 Weights are int8 codes with a scale for each output channel, held in 8 bits or made from 4 as they
-are read (`qcodes`). A row of activations is rounded to 16-bit fixed point with a step of its own
-(8 bits would cost 2 % of perplexity), and all products are summed as integers.
+are read (`qcodes`). A row of activations is rounded with a step of its own, to 8 bits but for the
+few values that are far above its root mean square, which get 16 (8 bits for all would cost 2 % of
+perplexity), and all products are summed as integers.
 
 Bits: a row of the result depends on that row of x alone, never on the batch, the number of
 threads, the row's place or the kernel that computed it: sums of integers are exact. Without
-AVX512_VNNI the last rounding of the float32 epilogue may differ.
+AVX512_VNNI bias, residual and activation may be rounded differently.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from octavo.ops.cpu.qcodes import BLOCK, Codes, Codes4, Codes8, concat
 _GROUP, _HALF, _KSTEP = 32, 16, 64
 _OUT_F32, _RESIDUAL_F32, _X_F32 = 1, 2, 1 << 16
 _MAX_K = 1 << 16
-"""255 * 127 * k, the largest sum, must fit 31 bits."""
+"""255 * 128 * k, the largest sum of low bytes, must fit 31 bits."""
 _LEVELS = ("avx512_bf16", "amx")
 _NO_MEMORY = 2
 # struct qgemm_args and qgemm_rows_args of csrc/qgemm.h.

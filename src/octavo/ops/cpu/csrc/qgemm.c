@@ -88,9 +88,8 @@ static int kernel_in_use(void) {
 /* ---- driver -------------------------------------------------------------------------------- */
 
 enum {
-    UNITS_PER_THREAD = 4,    /* as in gemm.c */
+    UNITS_PER_THREAD = 2,    /* fewer than in gemm.c: each begins with codes nobody has fetched */
     MIN_ROWS = 2 * 32,       /* as in gemm.c */
-    ROUND_ROWS = 8,          /* rows in a unit of rounding x; fewer are not worth handing out */
     PASS_BYTES = 4 << 20,    /* of rounded x at a time */
     AMX_ROWS = 5,            /* from which unpacking to tiles costs less than it saves */
 };
@@ -98,28 +97,32 @@ enum {
 struct qgemm_job {
     qgemm_call call;
     const void *x;
-    uint8_t *rounded;
-    float *steps;
+    uint8_t *low;
+    qgemm_row *rows;
+    qgemm_quad *quads;
     int64_t x_stride, m, num_columns, num_rows;
-    int x_is_f32, kernel;
+    int x_is_f32, kernel, num_threads;
     atomic_int failed;
 };
 
 static void round_unit(void *arg, int64_t unit) {
     const struct qgemm_job *job = arg;
     const qgemm_weight *w = job->call.w;
-    const int64_t first = unit * ROUND_ROWS, last = first + ROUND_ROWS;
+    const int64_t k = w->w.k, kp = w->w.kp, first = unit * QGEMM_ROUND_ROWS;
     const char *x = job->x;
-    for (int64_t i = first; i < job->m && i < last; ++i) {
-        const void *row = x + i * job->x_stride * (job->x_is_f32 ? 4 : 2);
-        uint8_t *to = job->rounded + i * 2 * w->w.kp;
+    qgemm_quad *quads = job->quads + first * (kp / QGEMM_FEW);
+    for (int64_t i = first; i < job->m && i < first + QGEMM_ROUND_ROWS; ++i) {
+        const void *from = x + i * job->x_stride * (job->x_is_f32 ? 4 : 2);
+        uint8_t *low = job->low + i * kp;
+        qgemm_row *row = job->rows + i;
+        row->first = (int32_t)(quads - job->quads);
 #if OCTAVO_X86
-        if (job->kernel != PLAIN) {
-            job->steps[i] = round_row(row, job->x_is_f32, w->w.k, w->w.kp, to);
-            continue;
-        }
+        if (job->kernel != PLAIN)
+            row->step = round_row(from, job->x_is_f32, k, kp, i, low, &quads);
+        else
 #endif
-        job->steps[i] = plain_round_row(row, job->x_is_f32, w->w.k, w->w.kp, to);
+            row->step = plain_round_row(from, job->x_is_f32, k, kp, i, low, &quads);
+        row->end = (int32_t)(quads - job->quads);
     }
 }
 
@@ -131,14 +134,17 @@ static void multiply_unit(void *arg, int64_t unit) {
     const int64_t g0 = groups * column / job->num_columns;
     const int64_t g1 = groups * (column + 1) / job->num_columns;
     const int64_t m0 = m * row / job->num_rows, m1 = m * (row + 1) / job->num_rows;
+    const int64_t then = unit + job->num_threads; /* if threads go on in turns */
+    const int is_last = then >= job->num_columns * job->num_rows;
+    const int64_t then_g = is_last ? -1 : groups * (then % job->num_columns) / job->num_columns;
     int8_t *buffer = NULL;
-    if (w->bits == 4 && !(buffer = octavo_scratch(1, (size_t)w->w.kp * GEMM_GROUP))) {
+    if (w->bits == 4 && !(buffer = octavo_scratch(1, (size_t)w->w.kp * 2 * GEMM_GROUP))) {
         atomic_store(&job->failed, 1);
         return;
     }
 #if OCTAVO_X86
     if (job->kernel == AMX && m1 - m0 >= AMX_ROWS)
-        octavo_qgemm_amx(&job->call, g0, g1, m0, m1, buffer);
+        octavo_qgemm_amx(&job->call, g0, g1, then_g, m0, m1, buffer);
     else if (job->kernel != PLAIN)
         octavo_qgemm_vnni(&job->call, g0, g1, m0, m1, buffer);
     else
@@ -165,27 +171,32 @@ static void *advance(void *p, int64_t elements, int is_f32) {
 /* Rows [m0, m0 + m) of y. */
 static int64_t run_pass(const struct qgemm_args *a, int64_t m0, int64_t m) {
     const int64_t kp = a->w.w.kp;
-    const size_t rounded_bytes = (size_t)(m * 2 * kp);
-    uint8_t *rounded = octavo_scratch(0, rounded_bytes + (size_t)m * 4);
-    if (!rounded) return 2;
-    float *steps = (float *)(void *)(rounded + rounded_bytes);
+    const size_t low_bytes = (size_t)(m * kp);
+    const size_t quad_bytes = low_bytes / QGEMM_FEW * sizeof(qgemm_quad);
+    uint8_t *low = octavo_scratch(0, low_bytes + quad_bytes + (size_t)m * sizeof(qgemm_row));
+    if (!low) return 2;
+    qgemm_quad *quads = (qgemm_quad *)(void *)(low + low_bytes);
+    qgemm_row *rows = (qgemm_row *)(void *)(low + low_bytes + quad_bytes);
     const int x_is_f32 = (a->flags & QGEMM_X_F32) != 0;
     void *y = advance(a->y, m0 * a->y_stride, a->flags & GEMM_OUT_F32);
     const void *residual = advance((void *)a->residual, m0 * a->residual_stride,
                                    a->flags & GEMM_RESIDUAL_F32);
     struct qgemm_job job = {
-        .call = {&a->w, rounded, steps,
+        .call = {&a->w, low, rows, quads,
                  {&a->w.w, NULL, 0, y, a->y_stride, residual, a->residual_stride,
                   a->flags & ~QGEMM_FLAGS}},
         .x = advance((void *)a->x, m0 * a->x_stride, x_is_f32),
-        .rounded = rounded,
-        .steps = steps,
+        .low = low,
+        .rows = rows,
+        .quads = quads,
         .x_stride = a->x_stride,
         .m = m,
         .x_is_f32 = x_is_f32,
         .kernel = kernel_in_use(),
+        .num_threads = a->num_threads,
     };
-    octavo_parallel(round_unit, &job, (m + ROUND_ROWS - 1) / ROUND_ROWS, a->num_threads);
+    const int64_t round_units = (m + QGEMM_ROUND_ROWS - 1) / QGEMM_ROUND_ROWS;
+    octavo_parallel(round_unit, &job, round_units, a->num_threads);
     split(&job, a->num_threads);
     octavo_parallel(multiply_unit, &job, job.num_columns * job.num_rows, a->num_threads);
     return atomic_load(&job.failed) ? 2 : 0;
@@ -194,7 +205,7 @@ static int64_t run_pass(const struct qgemm_args *a, int64_t m0, int64_t m) {
 /* y [m, n] = epilogue(x W^T); shapes and formulas in qgemm.py, which checks them.
  * Returns 0, or 2 where memory ran out. */
 OCTAVO_EXPORT int64_t octavo_qgemm(const struct qgemm_args *a) {
-    const int64_t fit = PASS_BYTES / (2 * a->w.w.kp), most = fit < MIN_ROWS ? MIN_ROWS : fit;
+    const int64_t fit = PASS_BYTES / a->w.w.kp, most = fit < MIN_ROWS ? MIN_ROWS : fit;
     for (int64_t m0 = 0; m0 < a->m; m0 += most) {
         const int64_t status = run_pass(a, m0, a->m - m0 < most ? a->m - m0 : most);
         if (status) return status;

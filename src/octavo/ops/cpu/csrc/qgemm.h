@@ -1,9 +1,12 @@
 /* Shared by qgemm.c (driver, plain C and VNNI kernels) and qgemm_amx.c.
  *
- * y = epilogue(x W^T) with W[n, k] = scale[n] * code[n, k], codes int8, and a row of x rounded to
- * x[k] = step * (256 * (high[k] - 128) + low[k]), both bytes: 16-bit fixed point, as 8 bits for a
- * whole row of activations cost 2 % of perplexity. The sums of code * high and code * low are exact
- * integers, so that every kernel gives the same bits, whatever it takes at a time.
+ * y = epilogue(x W^T) with W[n, k] = scale[n] * code[n, k], codes int8. A row of x is rounded to
+ *     x[k] = step * (256 * high[k] + low[k] - 128)        high int8, low uint8
+ * with a step so that all but a few values, at most one in QGEMM_SPREAD^2, have high = 0: 8 bits
+ * for the many and 16 for the few that would otherwise leave the others too few steps (8 bits for
+ * all cost 2 % of perplexity). The low bytes are multiplied as a matrix, the high ones one by one.
+ * All sums are exact integers, so that every kernel gives the same bits, whatever it takes at a
+ * time; as the root mean square of a row with high bytes is 25 steps, they stay below 2^30.
  *
  * Codes are stored in 8 bits, or made from 4 bits q and two bytes for each 32 along k:
  *     code = (a * q >> 4) + c        a, c in 0..255, q in 0..15; the low 8 bits, signed
@@ -23,7 +26,10 @@ enum {
     QGEMM_STEP_BYTES = 2048, /* QGEMM_KSTEP x GEMM_GROUP codes of 8 bits */
     QGEMM_BLOCK = 32,       /* along k with its own a and c */
     QGEMM_BLOCK_BYTES = 576, /* QGEMM_BLOCK x GEMM_GROUP codes of 4 bits */
-    QGEMM_LEVELS = 32512,   /* of a row of x on each side of zero: 127 * 256 */
+    QGEMM_SPREAD = 5,       /* 127 steps are so many times the root mean square of a row of x */
+    QGEMM_FINE = 32512,     /* steps in a row's largest magnitude where its mean square is taken */
+    QGEMM_FEW = 16,         /* a row of kp has at most kp / QGEMM_FEW quads with high bytes */
+    QGEMM_ROUND_ROWS = 8,   /* rows of x rounded at a time; fewer are not worth handing out */
 };
 enum { QGEMM_X_F32 = 1 << 16, QGEMM_FLAGS = QGEMM_X_F32 }; /* beside those of gemm.h */
 
@@ -52,13 +58,40 @@ struct qgemm_rows_args {
     int32_t is_f32, num_threads;
 };
 
+/* Four values of x with high bytes other than 0. */
+typedef struct {
+    int32_t row, quad; /* x[row][4 * quad] and so on */
+    int32_t high;      /* four bytes, as they lie in memory */
+    int32_t offset;    /* -128 times their sum: what codes + 128 would add too much */
+} qgemm_quad;
+
+/* What a row of x has beside its low bytes. Quads of a whole unit of QGEMM_ROUND_ROWS rows lie one
+ * behind the other. */
+typedef struct {
+    float step;
+    int32_t first, end; /* its quads in qgemm_call.quads */
+} qgemm_row;
+
 /* One call, as the kernels see it. */
 typedef struct {
     const qgemm_weight *w;
-    const uint8_t *x;   /* [m][2][kp]: high and low bytes */
-    const float *steps; /* [m] */
-    gemm_call out;      /* what the epilogue reads */
+    const uint8_t *x; /* [m, kp]: low bytes */
+    const qgemm_row *rows;
+    const qgemm_quad *quads;
+    gemm_call out; /* what the epilogue reads */
 } qgemm_call;
+
+/* What to fetch into L2 meanwhile: some lines after each product of tiles, some after each row of
+ * an epilogue, so that the stream of weights never rests. */
+typedef struct {
+    const char *at, *end;
+    int64_t product_lines, row_lines;
+} qgemm_prefetch;
+
+OCTAVO_INLINE void qgemm_fetch(qgemm_prefetch *p, int64_t lines) {
+    if (p->at >= p->end) return;
+    for (int64_t i = 0; i < lines; ++i, p->at += 64) __builtin_prefetch(p->at, 0, 2);
+}
 
 /* Memory of this thread that lasts until its next call with the same `which`, 0 or 1; 64-byte
  * aligned. NULL if there is none. */
@@ -67,15 +100,17 @@ void *octavo_scratch(int which, size_t bytes);
 /* A group's codes of 8 bits: where they lie, or unpacked to `buffer` of kp * 32 bytes. */
 const int8_t *octavo_qgemm_codes(const qgemm_weight *w, int64_t g, int8_t *buffer);
 
-/* Epilogue of `rows` rows from row m of group g: high and low are the sums of code * high and of
- * code * low, both [rows][32], 64-byte aligned. */
-void octavo_qgemm_store(const qgemm_call *call, const int32_t *high, const int32_t *low, int64_t g,
-                        int64_t m, int rows);
+/* Epilogue of `rows` rows from row m of group g: sums of code * low, [rows][32], 64-byte aligned,
+ * to which it adds those of code * 256 * high. codes are the group's, NULL where they are of 4 bits
+ * and not unpacked. */
+void octavo_qgemm_store(const qgemm_call *call, const int8_t *codes, int32_t *sums, int64_t g,
+                        int64_t m, int rows, qgemm_prefetch *prefetch);
 
-/* Rows [m0, m1) of the groups [g0, g1). buffer: of kp * 32 bytes if w->bits is 4. */
+/* Rows [m0, m1) of the groups [g0, g1). buffer: of 2 * kp * 32 bytes if w->bits is 4; then_g: the
+ * group that this thread is likely to take next, -1 if none. */
 void octavo_qgemm_vnni(const qgemm_call *call, int64_t g0, int64_t g1, int64_t m0, int64_t m1,
                        int8_t *buffer);
-void octavo_qgemm_amx(const qgemm_call *call, int64_t g0, int64_t g1, int64_t m0, int64_t m1,
-                      int8_t *buffer);
+void octavo_qgemm_amx(const qgemm_call *call, int64_t g0, int64_t g1, int64_t then_g, int64_t m0,
+                      int64_t m1, int8_t *buffer);
 
 #endif

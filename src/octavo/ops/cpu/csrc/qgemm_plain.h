@@ -24,34 +24,65 @@ static void plain_store(void *p, int64_t i, int is_f32, float v) {
         v != v ? 0x7fc0 : (uint16_t)((x.u + 0x7fff + ((x.u >> 16) & 1)) >> 16);
 }
 
-/* The step of a row whose largest magnitude has the bits `most`, and in *levels how many of them
- * there are in 1. A row with an infinity or NaN gives NaN, a row of zeros (or nearly) zeros. */
-OCTAVO_INLINE float row_step(uint32_t most, float *levels) {
+/* How many fine steps (QGEMM_FINE) there are in 1, in a row whose largest magnitude has the bits
+ * `most`; 0 for a row of zeros (or nearly), a NaN for one with an infinity or NaN. */
+OCTAVO_INLINE float row_fine(uint32_t most) {
     union { uint32_t u; float f; } x = {most};
-    *levels = 0.0f;
     if (most >= 0x7f800000) return __builtin_nanf("");
-    if (x.f < 1e-30f) return 0.0f;
-    *levels = QGEMM_LEVELS / x.f;
-    return x.f / QGEMM_LEVELS;
+    return x.f < 1e-30f ? 0.0f : QGEMM_FINE / x.f;
 }
 
-/* to: [2][kp], high and low bytes. Returns the row's step. */
-static float plain_round_row(const void *x, int is_f32, int64_t k, int64_t kp, uint8_t *to) {
+/* The steps of a row in 1, from the sum of its squares in fine steps. */
+OCTAVO_INLINE float row_levels(float fine, int64_t squares, int64_t k) {
+    const float end = QGEMM_SPREAD * (float)sqrt((double)squares / (double)k);
+    return fine * (127.0f / (end < QGEMM_FINE ? end : QGEMM_FINE));
+}
+
+/* Low bytes of a row without values: of zeros, or one whose step spoils every sum. */
+OCTAVO_INLINE float round_to_nothing(float fine, int64_t kp, uint8_t *low) {
+    memset(low, 128, (size_t)kp);
+    return fine;
+}
+
+/* Appends quad `quad` of a row if one of its high bytes is not 0. */
+OCTAVO_INLINE qgemm_quad *add_quad_of(qgemm_quad *end, int64_t row, int64_t quad, int32_t high) {
+    if (!high) return end;
+    int8_t four[4];
+    memcpy(four, &high, 4);
+    const int sum = four[0] + four[1] + four[2] + four[3];
+    *end = (qgemm_quad){(int32_t)row, (int32_t)quad, high, -128 * sum};
+    return end + 1;
+}
+
+/* Rounds row `row` of x to low [kp] and appends to *quads. Returns the row's step. */
+static float plain_round_row(const void *x, int is_f32, int64_t k, int64_t kp, int64_t row,
+                             uint8_t *low, qgemm_quad **quads) {
     uint32_t most = 0;
     for (int64_t i = 0; i < k; ++i) {
         union { float f; uint32_t u; } v = {plain_load(x, i, is_f32)};
         if ((v.u & 0x7fffffff) > most) most = v.u & 0x7fffffff;
     }
-    float levels;
-    const float step = row_step(most, &levels);
-    memset(to, 0, (size_t)kp * 2);
+    const float fine = row_fine(most);
+    if (!(fine > 0.0f)) return round_to_nothing(fine, kp, low);
+    int64_t squares = 0;
     for (int64_t i = 0; i < k; ++i) {
-        const float v = levels == 0.0f ? 0.0f : plain_load(x, i, is_f32) * levels;
-        const int q = (int)lrintf(v) + 32768;
-        to[i] = (uint8_t)(q >> 8);
-        to[kp + i] = (uint8_t)q;
+        const int64_t v = lrintf(plain_load(x, i, is_f32) * fine);
+        squares += v * v;
     }
-    return step;
+    const float levels = row_levels(fine, squares, k);
+    for (int64_t quad = 0; quad < kp / 4; ++quad) {
+        int8_t high[4];
+        int32_t four;
+        for (int64_t j = 0; j < 4; ++j) {
+            const int64_t i = quad * 4 + j;
+            const int v = (i < k ? (int)lrintf(plain_load(x, i, is_f32) * levels) : 0) + 128;
+            low[i] = (uint8_t)v;
+            high[j] = (int8_t)(v >> 8);
+        }
+        memcpy(&four, high, 4);
+        *quads = add_quad_of(*quads, row, quad, four);
+    }
+    return 1.0f / levels;
 }
 
 /* Code [channel of the group, k]. */
@@ -108,6 +139,16 @@ static const int8_t *plain_codes(const qgemm_weight *w, int64_t g, int8_t *buffe
     return buffer;
 }
 
+/* The codes of k: channel i's at [i / 16 * GEMM_TILE_BYTES + i % 16 * 4]. */
+static const int8_t *plain_column(const int8_t *codes, int64_t k) {
+    return codes + k / QGEMM_KSTEP * QGEMM_STEP_BYTES + k % QGEMM_KSTEP / 4 * 64 + k % 4;
+}
+
+static void plain_add(int32_t *sums, const int8_t *column, int x) {
+    for (int i = 0; i < GEMM_GROUP; ++i)
+        sums[i] += column[i / 16 * GEMM_TILE_BYTES + i % 16 * 4] * x;
+}
+
 static void plain_qgemm(const qgemm_call *call, int64_t g0, int64_t g1, int64_t m0, int64_t m1,
                         int8_t *buffer) {
     const qgemm_weight *w = call->w;
@@ -115,23 +156,21 @@ static void plain_qgemm(const qgemm_call *call, int64_t g0, int64_t g1, int64_t 
     for (int64_t g = g0; g < g1; ++g) {
         const int8_t *codes = plain_codes(w, g, buffer);
         for (int64_t m = m0; m < m1; ++m) {
-            const uint8_t *x = call->x + m * 2 * kp;
-            int32_t high[GEMM_GROUP] = {0}, low[GEMM_GROUP] = {0};
-            for (int64_t k = 0; k < kp; ++k) {
-                const int8_t *row = codes + k / QGEMM_KSTEP * QGEMM_STEP_BYTES +
-                                    k % QGEMM_KSTEP / 4 * 64 + k % 4;
-                for (int i = 0; i < GEMM_GROUP; ++i) {
-                    const int code = row[i / 16 * GEMM_TILE_BYTES + i % 16 * 4];
-                    high[i] += code * x[k];
-                    low[i] += code * x[kp + k];
-                }
+            const qgemm_row *row = call->rows + m;
+            int32_t sums[GEMM_GROUP];
+            for (int i = 0; i < GEMM_GROUP; ++i) sums[i] = -128 * w->sums[g * GEMM_GROUP + i];
+            for (int64_t k = 0; k < kp; ++k)
+                plain_add(sums, plain_column(codes, k), call->x[m * kp + k]);
+            for (int32_t q = row->first; q < row->end; ++q) {
+                int8_t high[4];
+                memcpy(high, &call->quads[q].high, 4);
+                const int64_t k = call->quads[q].quad * 4;
+                for (int j = 0; j < 4; ++j)
+                    plain_add(sums, plain_column(codes, k + j), 256 * high[j]);
             }
             float acc[GEMM_GROUP];
-            for (int i = 0; i < GEMM_GROUP; ++i) {
-                const int32_t h = high[i] - 128 * w->sums[g * GEMM_GROUP + i];
-                acc[i] = ((float)h * 256.0f + (float)low[i]) * w->scales[g * GEMM_GROUP + i] *
-                         call->steps[m];
-            }
+            for (int i = 0; i < GEMM_GROUP; ++i)
+                acc[i] = (float)sums[i] * w->scales[g * GEMM_GROUP + i] * row->step;
             plain_finish(&call->out, acc, g, m);
         }
     }

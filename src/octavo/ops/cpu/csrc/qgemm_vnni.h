@@ -1,42 +1,106 @@
 /* Part of qgemm.c, compiled for AVX512_VNNI: rounding of x, unpacking, the kernel for few rows. */
 
-OCTAVO_INLINE __m512 load_x(const void *x, int64_t i, __mmask16 mask, int is_f32) {
-    if (is_f32) return _mm512_maskz_loadu_ps(mask, (const float *)x + i);
-    const __m256i half = _mm256_maskz_loadu_epi16(mask, (const uint16_t *)x + i);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-}
-
 OCTAVO_INLINE __mmask16 lanes(int64_t count) {
     return count >= 16 ? 0xffff : count > 0 ? (__mmask16)((1u << count) - 1) : 0;
 }
 
-/* As plain_round_row, to the same bits. */
-OCTAVO_INLINE float round_row_of(const void *x, int64_t k, int64_t kp, uint8_t *to,
-                                 const int is_f32) {
-    __m512i most = _mm512_setzero_si512();
-    for (int64_t i = 0; i < k; i += 16) {
-        const __m512i bits = _mm512_castps_si512(load_x(x, i, lanes(k - i), is_f32));
-        most = _mm512_max_epu32(most, _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
-    }
-    float levels;
-    const float step = row_step(_mm512_reduce_max_epu32(most), &levels);
-    if (levels == 0.0f) {
-        memset(to, 128, (size_t)kp);
-        memset(to + kp, 0, (size_t)kp);
-        return step;
-    }
-    const __m512 scale = _mm512_set1_ps(levels);
-    for (int64_t i = 0; i < kp; i += 16) {
-        const __m512 v = _mm512_mul_ps(load_x(x, i, lanes(k - i), is_f32), scale);
-        const __m512i q = _mm512_add_epi32(_mm512_cvtps_epi32(v), _mm512_set1_epi32(32768));
-        _mm_storeu_si128((void *)(to + i), _mm512_cvtepi32_epi8(_mm512_srli_epi32(q, 8)));
-        _mm_storeu_si128((void *)(to + kp + i), _mm512_cvtepi32_epi8(q));
-    }
-    return step;
+OCTAVO_INLINE __m512i rounded(__m512 x, float levels) {
+    return _mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(levels)));
 }
 
-static float round_row(const void *x, int is_f32, int64_t k, int64_t kp, uint8_t *to) {
-    return is_f32 ? round_row_of(x, k, kp, to, 1) : round_row_of(x, k, kp, to, 0);
+/* Adds the squares of 32 numbers of 16 bits, two by two in 32 unsigned ones: the first of each pair
+ * in the low half of `even`, the second in that of `odd`. */
+OCTAVO_INLINE __m512i add_squares(__m512i sums, __m512i even, __m512i odd) {
+    const __m512i words = _mm512_mask_blend_epi16(0xaaaaaaaa, even, _mm512_slli_epi32(odd, 16));
+    const __m512i squares = _mm512_madd_epi16(words, words);
+    sums = _mm512_add_epi64(sums, _mm512_srli_epi64(squares, 32));
+    return _mm512_add_epi64(sums, _mm512_and_si512(squares, _mm512_set1_epi64(0xffffffff)));
+}
+
+/* Appends the quads of 16 values from `quad` on that have a high byte; v: the values + 128. */
+static qgemm_quad *add_quads(qgemm_quad *end, int64_t row, int64_t quad, __m512i v) {
+    int32_t four[4];
+    _mm_storeu_si128((void *)four, _mm512_cvtepi32_epi8(_mm512_srai_epi32(v, 8)));
+    for (int j = 0; j < 4; ++j) end = add_quad_of(end, row, quad + j, four[j]);
+    return end;
+}
+
+/* As plain_round_row, to the same bits. */
+static float round_f32_row(const float *x, int64_t k, int64_t kp, int64_t row, uint8_t *low,
+                           qgemm_quad **quads) {
+    __m512i most = _mm512_setzero_si512(), squares = most;
+    for (int64_t i = 0; i < k; i += 16) {
+        const __m512i bits = _mm512_maskz_loadu_epi32(lanes(k - i), x + i);
+        most = _mm512_max_epu32(most, _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
+    }
+    const float fine = row_fine(_mm512_reduce_max_epu32(most));
+    if (!(fine > 0.0f)) return round_to_nothing(fine, kp, low);
+    for (int64_t i = 0; i < k; i += 16) {
+        const __m512i v = rounded(_mm512_maskz_loadu_ps(lanes(k - i), x + i), fine);
+        squares = add_squares(squares, v, _mm512_setzero_si512());
+    }
+    const float levels = row_levels(fine, _mm512_reduce_add_epi64(squares), k);
+    const __m512i offset = _mm512_set1_epi32(128), high = _mm512_set1_epi32(~255);
+    for (int64_t i = 0; i < kp; i += 16) {
+        const __m512 values = _mm512_maskz_loadu_ps(lanes(k - i), x + i);
+        const __m512i v = _mm512_add_epi32(rounded(values, levels), offset);
+        _mm_storeu_si128((void *)(low + i), _mm512_cvtepi32_epi8(v));
+        if (_mm512_test_epi32_mask(v, high)) *quads = add_quads(*quads, row, i / 4, v);
+    }
+    return 1.0f / levels;
+}
+
+/* 32 bf16 numbers from i on, zeros from k on: those at even places, and those at odd ones. */
+OCTAVO_INLINE __m512i load_pairs(const uint16_t *x, int64_t i, int64_t k) {
+    const __mmask32 mask = i + 32 <= k ? 0xffffffff : i < k ? (1u << (k - i)) - 1 : 0;
+    return _mm512_maskz_loadu_epi16(mask, x + i);
+}
+
+OCTAVO_INLINE __m512 even(__m512i pairs) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+}
+
+OCTAVO_INLINE __m512 odd(__m512i pairs) {
+    return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)));
+}
+
+/* The same for bf16: whole lines at a time, in pairs, which saves most of the shuffles. */
+static float round_bf16_row(const uint16_t *x, int64_t k, int64_t kp, int64_t row, uint8_t *low,
+                            qgemm_quad **quads) {
+    __m512i most = _mm512_setzero_si512(), squares = most;
+    for (int64_t i = 0; i < k; i += 32)
+        most = _mm512_max_epu16(
+            most, _mm512_and_si512(load_pairs(x, i, k), _mm512_set1_epi16(0x7fff)));
+    most = _mm512_max_epu16(most, _mm512_srli_epi32(most, 16));
+    const float fine = row_fine(_mm512_reduce_max_epu32(_mm512_slli_epi32(most, 16)));
+    if (!(fine > 0.0f)) return round_to_nothing(fine, kp, low);
+    for (int64_t i = 0; i < k; i += 32) {
+        const __m512i pairs = load_pairs(x, i, k);
+        squares = add_squares(squares, rounded(even(pairs), fine), rounded(odd(pairs), fine));
+    }
+    const float levels = row_levels(fine, _mm512_reduce_add_epi64(squares), k);
+    const __m512i offset = _mm512_set1_epi32(128), high = _mm512_set1_epi32(~255);
+    for (int64_t i = 0; i < kp; i += 32) {
+        const __m512i pairs = load_pairs(x, i, k);
+        const __m512i v0 = _mm512_add_epi32(rounded(even(pairs), levels), offset);
+        const __m512i v1 = _mm512_add_epi32(rounded(odd(pairs), levels), offset);
+        const __m512i both =
+            _mm512_mask_blend_epi8(0x2222222222222222, v0, _mm512_slli_epi32(v1, 8));
+        _mm256_storeu_si256((void *)(low + i), _mm512_cvtepi32_epi16(both));
+        if (!_mm512_test_epi32_mask(_mm512_or_si512(v0, v1), high)) continue;
+        for (int64_t j = i; j < i + 32; j += 16) {
+            const __m512 values = load_bf16(x + j, lanes(k - j));
+            *quads = add_quads(*quads, row, j / 4,
+                               _mm512_add_epi32(rounded(values, levels), offset));
+        }
+    }
+    return 1.0f / levels;
+}
+
+static float round_row(const void *x, int is_f32, int64_t k, int64_t kp, int64_t row, uint8_t *low,
+                       qgemm_quad **quads) {
+    return is_f32 ? round_f32_row(x, k, kp, row, low, quads)
+                  : round_bf16_row(x, k, kp, row, low, quads);
 }
 
 /* ---- unpacking ----------------------------------------------------------------------------- */
@@ -94,48 +158,88 @@ const int8_t *octavo_qgemm_codes(const qgemm_weight *w, int64_t g, int8_t *buffe
 
 /* ---- sums ---------------------------------------------------------------------------------- */
 
-OCTAVO_INLINE __m512 scaled(__m512i high, __m512i low, __m512i offset, __m512 scale, float step) {
-    const __m512 h = _mm512_cvtepi32_ps(_mm512_sub_epi32(high, offset));
-    const __m512 v = _mm512_fmadd_ps(h, _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(low));
+/* The codes of a quad of a group, of which `codes` are unpacked or NULL. */
+OCTAVO_INLINE void quad_codes(const qgemm_weight *w, const int8_t *codes, int64_t g, int quad,
+                              __m512i out[2]) {
+    if (codes) {
+        codes += quad / 16 * QGEMM_STEP_BYTES + quad % 16 * 64;
+        out[0] = _mm512_loadu_si512(codes);
+        out[1] = _mm512_loadu_si512(codes + GEMM_TILE_BYTES);
+        return;
+    }
+    const char *block = (const char *)w->w.data +
+                        (g * (w->w.kp / QGEMM_BLOCK) + quad / 8) * QGEMM_BLOCK_BYTES;
+    for (int half = 0; half < 2; ++half) {
+        __m512i first, second;
+        unpack(block + half * 256 + quad % 4 * 64, load_affine(block, half), &first, &second);
+        out[half] = quad % 8 < 4 ? first : second;
+    }
+}
+
+/* Adds the sums of code * 256 * high, a quad at a time: as (code + 128) * high, since one of the
+ * two must be unsigned. One loop for many rows: the ends of short ones would be mispredicted. */
+OCTAVO_INLINE void add_high(const qgemm_call *call, const int8_t *codes, int32_t *sums, int64_t g,
+                            int64_t m, int rows) {
+    const __m512i flip = _mm512_set1_epi8(-128);
+    int64_t next;
+    for (int64_t r = m; r < m + rows; r = next) {
+        next = r / QGEMM_ROUND_ROWS * QGEMM_ROUND_ROWS + QGEMM_ROUND_ROWS;
+        next = next < m + rows ? next : m + rows;
+        const qgemm_quad *end = call->quads + call->rows[next - 1].end;
+        for (const qgemm_quad *q = call->quads + call->rows[r].first; q < end; ++q) {
+            int32_t *at = sums + (q->row - m) * GEMM_GROUP;
+            __m512i c[2];
+            quad_codes(call->w, codes, g, q->quad, c);
+            for (int half = 0; half < 2; ++half, at += 16) {
+                const __m512i v = _mm512_dpbusd_epi32(_mm512_set1_epi32(q->offset),
+                                                      _mm512_xor_si512(c[half], flip),
+                                                      _mm512_set1_epi32(q->high));
+                _mm512_store_si512(
+                    at, _mm512_add_epi32(_mm512_load_si512(at), _mm512_slli_epi32(v, 8)));
+            }
+        }
+    }
+}
+
+OCTAVO_INLINE __m512 scaled(const int32_t *sums, __m512i offset, __m512 scale, float step) {
+    const __m512 v = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_load_si512(sums), offset));
     return _mm512_mul_ps(_mm512_mul_ps(v, scale), _mm512_set1_ps(step));
 }
 
-void octavo_qgemm_store(const qgemm_call *call, const int32_t *high, const int32_t *low, int64_t g,
-                        int64_t m, int rows) {
+void octavo_qgemm_store(const qgemm_call *call, const int8_t *codes, int32_t *sums, int64_t g,
+                        int64_t m, int rows, qgemm_prefetch *prefetch) {
     const gemm_store store = gemm_store_of(&call->out, g);
-    const int32_t *sums = call->w->sums + g * GEMM_GROUP;
+    const int32_t *offsets = call->w->sums + g * GEMM_GROUP;
     const float *scales = call->w->scales + g * GEMM_GROUP;
-    const __m512i offset0 = _mm512_slli_epi32(_mm512_loadu_si512(sums), 7);
-    const __m512i offset1 = _mm512_slli_epi32(_mm512_loadu_si512(sums + 16), 7);
+    const __m512i offset0 = _mm512_slli_epi32(_mm512_loadu_si512(offsets), 7);
+    const __m512i offset1 = _mm512_slli_epi32(_mm512_loadu_si512(offsets + 16), 7);
     const __m512 scale0 = _mm512_loadu_ps(scales), scale1 = _mm512_loadu_ps(scales + 16);
-    for (const int64_t end = m + rows; m < end; ++m, high += GEMM_GROUP, low += GEMM_GROUP) {
-        const float step = call->steps[m];
-        gemm_store_row(&store, m,
-                       scaled(_mm512_load_si512(high), _mm512_load_si512(low), offset0, scale0, step),
-                       scaled(_mm512_load_si512(high + 16), _mm512_load_si512(low + 16), offset1,
-                              scale1, step));
+    add_high(call, codes, sums, g, m, rows);
+    for (const int64_t end = m + rows; m < end; ++m, sums += GEMM_GROUP) {
+        const float step = call->rows[m].step;
+        gemm_store_row(&store, m, scaled(sums, offset0, scale0, step),
+                       scaled(sums + 16, offset1, scale1, step));
+        qgemm_fetch(prefetch, prefetch->row_lines);
     }
 }
 
 enum {
-    FEW_ROWS = 4,   /* multiplied as 4-bit codes are unpacked: 16 sums and what that needs */
-    BLOCK_ROWS = 6, /* of 8-bit codes: 24 sums, 4 columns of W and x */
+    FEW_ROWS = 6,    /* multiplied as 4-bit codes are unpacked: 12 sums and what that needs */
+    BLOCK_ROWS = 12, /* of 8-bit codes: 24 sums, 2 columns of W and x */
     AHEAD_BYTES = 4096,
 };
 
-/* Sums of a block of rows: [half][row], of the high and low bytes. */
+/* Sums of a block of rows: [half][row]. */
 typedef struct {
-    __m512i high[2][BLOCK_ROWS], low[2][BLOCK_ROWS];
+    __m512i low[2][BLOCK_ROWS];
 } block_sums;
 
 OCTAVO_INLINE void add_quad(block_sums *s, const uint8_t *x, int64_t kp, __m512i codes, int half,
                             const int rows) {
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < rows; ++r) {
-        int high, low;
-        memcpy(&high, x + r * 2 * kp, 4);
-        memcpy(&low, x + r * 2 * kp + kp, 4);
-        s->high[half][r] = _mm512_dpbusd_epi32(s->high[half][r], _mm512_set1_epi32(high), codes);
+        int low;
+        memcpy(&low, x + r * kp, 4);
         s->low[half][r] = _mm512_dpbusd_epi32(s->low[half][r], _mm512_set1_epi32(low), codes);
     }
 }
@@ -180,39 +284,39 @@ OCTAVO_INLINE void add_packed(block_sums *s, const uint8_t *x, int64_t kp, const
 OCTAVO_INLINE void group_block(const qgemm_call *call, int64_t g, int64_t m, const int8_t *codes,
                                const int rows, const int packed) {
     const int64_t kp = call->w->w.kp;
-    const uint8_t *x = call->x + m * 2 * kp;
+    const uint8_t *x = call->x + m * kp;
     block_sums s;
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; ++r)
-        s.high[0][r] = s.high[1][r] = s.low[0][r] = s.low[1][r] = _mm512_setzero_si512();
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; ++r) s.low[0][r] = s.low[1][r] = _mm512_setzero_si512();
     if (packed)
         add_packed(&s, x, kp,
                    (const char *)call->w->w.data + g * (kp / QGEMM_BLOCK) * QGEMM_BLOCK_BYTES, rows);
     else
         add_codes(&s, x, kp, codes, rows);
-    __attribute__((aligned(64))) int32_t high[BLOCK_ROWS * GEMM_GROUP];
     __attribute__((aligned(64))) int32_t low[BLOCK_ROWS * GEMM_GROUP];
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < rows; ++r)
-        for (int half = 0; half < 2; ++half) {
-            _mm512_store_si512(high + r * GEMM_GROUP + half * 16, s.high[half][r]);
+        for (int half = 0; half < 2; ++half)
             _mm512_store_si512(low + r * GEMM_GROUP + half * 16, s.low[half][r]);
-        }
-    octavo_qgemm_store(call, high, low, g, m, rows);
+    qgemm_prefetch none = {NULL, NULL, 0, 0};
+    octavo_qgemm_store(call, packed ? NULL : codes, low, g, m, rows, &none);
 }
 
 static void group_rows(const qgemm_call *call, int64_t g, int64_t m, const int8_t *codes,
                        int rows) {
 #define CASE(R) \
     case R: group_block(call, g, m, codes, R, 0); break;
-    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+    switch (rows) {
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+    }
 #undef CASE
 }
 
 static void packed_rows(const qgemm_call *call, int64_t g, int64_t m, int rows) {
 #define CASE(R) \
     case R: group_block(call, g, m, NULL, R, 1); break;
-    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) }
+    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 #undef CASE
 }
 
