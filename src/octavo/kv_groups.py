@@ -8,7 +8,7 @@ pool serves them all. (vLLM's hybrid KV cache manager does the same.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from octavo.arch import ModelArch
@@ -71,15 +71,19 @@ def one_group(arch: ModelArch) -> KVGroups:
 
 
 def kv_groups(arch: ModelArch, max_model_len: int) -> KVGroups:
-    """The groups of a model, for sequences of at most `max_model_len` tokens: a window that none of
-    them outgrows is none.
+    """The groups of a model, for sequences of at most `max_model_len` tokens."""
+    return groups_of_windows([arch.window(i) for i in range(arch.num_layers)], max_model_len)
+
+
+def groups_of_windows(windows: Sequence[int], max_model_len: int) -> KVGroups:
+    """The groups of layers that look back so many tokens each (0: all), for sequences of at most
+    `max_model_len` tokens: a window that none of them outgrows is none.
 
     Of the numbers of layers a block can have, the one that makes the fewest groups while padding
     takes little: fewer groups mean fewer blocks to hand out.
     """
     by_window: dict[int, list[int]] = {}
-    for layer in range(arch.num_layers):
-        window = arch.window(layer)
+    for layer, window in enumerate(windows):
         by_window.setdefault(window if window < max_model_len else 0, []).append(layer)
     counts = [len(layers) for layers in by_window.values()]
     full = [len(by_window.get(0, ()))]

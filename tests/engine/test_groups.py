@@ -219,6 +219,27 @@ def test_four_windows_run_where_full_attention_does_not_fit(gemma: str) -> None:
         LLM(gemma, **(OPTIONS | less))
 
 
+def test_as_many_sequences_run_at_once_as_the_plan_says(gemma: str) -> None:
+    """Three of the longest fit, and nobody is preempted; one block less and the plan says two."""
+    longest, num_new = 120, 40
+    prompts = [prompt(longest - num_new, seed) for seed in range(3)]
+    params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)
+    needed = 3 * (30 + 2 * 7) + 2 * (CHUNK // BLOCK + 3)
+    options = {"max_model_len": longest, "enable_prefix_caching": False}
+    with LLM(gemma, **(OPTIONS | options | {"num_gpu_blocks_override": needed})) as llm:
+        assert llm.memory_report().plan.max_concurrency == 3
+        assert "of such 3 fit at one time" in str(llm.memory_report())
+        running = []
+        roster = core_of(llm).scheduler.roster
+        llm.after_step = lambda: running.append(len(roster.running))
+        outputs(llm, prompts, params)
+        assert core_of(llm).scheduler.num_preemptions == 0
+        assert max(running) == 3
+        assert 0.8 * needed < peak_blocks(llm) <= needed
+    with LLM(gemma, **(OPTIONS | options | {"num_gpu_blocks_override": needed - 1})) as llm:
+        assert llm.memory_report().plan.max_concurrency == 2
+
+
 def test_a_prefix_is_found_without_what_is_behind_the_window(gemma: str) -> None:
     """The window groups' first blocks are gone, and the prompt goes on all the same."""
     first = prompt(120)["prompt_token_ids"]
@@ -342,3 +363,35 @@ def test_when_there_is_one_group(gemma: str) -> None:
             assert llm.memory_report().plan.shape.layers_per_block == 6
     with pytest.raises(ConfigError, match="disable_hybrid_kv_cache_manager must be True or False"):
         LLM(gemma, **(OPTIONS | {"disable_hybrid_kv_cache_manager": 1}))
+
+
+def test_windows_give_back_with_a_disk(gemma: str, tmp_path: Path) -> None:
+    """What an earlier process left is gone on from, though the first blocks of window groups never
+    came to the disk, and nobody can tell by the tokens."""
+    first = prompt(120)["prompt_token_ids"]
+    longer = {"prompt_token_ids": [*first, *prompt(30, 1)["prompt_token_ids"]]}
+    with LLM(gemma, **(OPTIONS | OFF)) as llm:
+        full = outputs(llm, [longer])
+    options = {"kv_disk_dir": str(tmp_path), "swap_space": 0.001, "max_model_len": 200}
+    few = 30 + 2 * 11
+    block_bytes = BLOCK * 256
+    with poisoned(gemma, **options, kv_disk_bytes=few * block_bytes) as llm:
+        assert core_of(llm).kv.windows == (0, WINDOW, WINDOW)
+        outputs(llm, [{"prompt_token_ids": first}], SamplingParams(temperature=0, max_tokens=1))
+        assert core_of(llm).kv.ledger().cached == 3 * 30 * BLOCK
+    with poisoned(gemma, **options) as llm:
+        kv = core_of(llm).kv
+        assert kv.disk_ledger().cached == few
+        assert outputs(llm, [longer]) == full
+        assert kv.cache_stats().hit_tokens == 120
+        assert kv.cache_stats().promotions_from_disk == 30 + 2 * (WINDOW // BLOCK)
+
+
+def test_who_keeps_all_is_told_the_price(gemma: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "octavo"):
+        LLM(gemma, **(OPTIONS | {"kv_policy": "orca-max", "max_model_len": 100})).close()
+        LLM(gemma, **(OPTIONS | OFF)).close()
+    (line,) = (m for m in caplog.messages if "layers with a window" in m)
+    token = 6 * 2 * 2 * 8 * 4
+    assert f"as --kv-policy orca-max needs it: every token takes {token} B" in line
+    assert f"not {token // 3} B when it is behind the windows" in line

@@ -10,18 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from llm_support import OPTIONS
 
 from octavo import LLM, SamplingParams
 from octavo.config import EngineConfig
 from octavo.engine.tiers import check_disk_folder, fingerprint
 from octavo.errors import CapacityError, ConfigError, InvalidRequestError
+from octavo.kv.sizing import KVShape
+from octavo.ops.cpu import qgemm
 from octavo.weights.load import open_model
 from octavo.weights.locate import locate
 
 PROMPT = [(3 * i) % 200 for i in range(21)]
 """Five blocks of 4 and one token."""
 FIXED = OPTIONS | {"load_format": "auto"}
+NEEDS_QGEMM = pytest.mark.skipif(not qgemm.is_available(), reason="no C library")
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="int8 caches are for CPUs")
 
 
 def ask(llm: LLM, prompt: list[int] = PROMPT) -> tuple[int, list[int]]:
@@ -59,22 +64,34 @@ def test_damaged_files_are_misses(tiny_weights_path: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "change", [{"block_size": 8}, {"dtype": "bfloat16"}, {"load_format": "dummy"}], ids=str
+    "change",
+    [
+        {"block_size": 8},
+        {"dtype": "bfloat16"},
+        {"load_format": "dummy"},
+        pytest.param({"quantization": "int8"}, marks=NEEDS_QGEMM),
+        pytest.param({"kv_cache_dtype": "int8"}, marks=ON_CPU),
+    ],
+    ids=str,
 )
 def test_other_blocks_are_not_found(
     tiny_weights_path: Path, tmp_path: Path, change: dict[str, Any]
 ) -> None:
+    """And are left alone: nobody takes them for damaged ones of its own."""
     options = FIXED | {"kv_disk_dir": str(tmp_path)}
     with LLM(str(tiny_weights_path), **options) as llm:
         ask(llm)
     with LLM(str(tiny_weights_path), **options | change) as llm:
         assert ask(llm)[0] == 0
+    with LLM(str(tiny_weights_path), **options) as llm:
+        assert ask(llm)[0] == 20
 
 
 def test_other_weights_have_another_fingerprint(tiny_weights_path: Path, tmp_path: Path) -> None:
     def of(path: Path, seed: int = 0, **options: Any) -> str:
         files = locate(str(path), **options)
-        return fingerprint(files, open_model(files).arch, "float32", 16, seed)
+        config = EngineConfig(dtype="float32", seed=seed)
+        return fingerprint(files, open_model(files).arch, config, KVShape(2, 2, 8, 4))
 
     copy = Path(shutil.copytree(tiny_weights_path, tmp_path / "copy"))
     assert of(copy) == of(tiny_weights_path), "its place says nothing"

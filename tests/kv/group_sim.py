@@ -9,13 +9,15 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
+
+from group_disk import GroupDisk, Slot
 
 from octavo.errors import CapacityError
 from octavo.kv import NO_GROWTH, KVCacheManager, PagedPolicy, SeqDemand
 from octavo.kv.needs import num_behind
 from octavo.plan import BlockCopy, CopyKind
 
-Slot = tuple[int, str, tuple[int, ...]] | None
 Memory = dict[int, list[Slot]]
 
 
@@ -65,22 +67,49 @@ class GroupSim:
         max_chunk: int,
         caching: bool = True,
         num_host_blocks: int = 0,
+        max_disk_blocks: int = 0,
     ) -> None:
         self.bs, self.windows, self.max_chunk, self.caching = (
             block_size, windows, max_chunk, caching
         )  # fmt: skip
+        self.num_host_blocks, self.max_disk_blocks = num_host_blocks, max_disk_blocks
+        self.disk = GroupDisk()
+        self.most_fetched: int | None = None
+        """How many disk blocks a step may read, if not what the manager says."""
+        self.next_id = 0
+        self.num_given_back = 0
+        """Blocks, of all sequences."""
+        self.boot(num_blocks)
+
+    def boot(self, num_blocks: int) -> None:
+        """A new process over the same disk."""
+        self.disk.reopen()
+        more: dict[str, Any] = {}
+        if self.max_disk_blocks:
+            more = {"disk": self.disk, "max_disk_blocks": self.max_disk_blocks}
         self.kv = KVCacheManager(
-            num_blocks, block_size, PagedPolicy(windows, max_chunk), 2 * block_size,
-            enable_prefix_caching=caching, num_host_blocks=num_host_blocks,
+            num_blocks, self.bs, PagedPolicy(self.windows, self.max_chunk), 2 * self.bs,
+            enable_prefix_caching=self.caching, num_host_blocks=self.num_host_blocks, **more,
         )  # fmt: skip
+        cold = self.kv._cache.cold
+        if cold is not None and self.most_fetched is not None:
+            cold._most_fetched = self.most_fetched
         self.seqs: dict[int, Seq] = {}
         self.pool: Memory = {}
         self.host: Memory = {}
         self.shares: list[Share] = []
         self.under_way: deque[tuple[list[BlockCopy], list[Share]]] = deque()
-        self.next_id = 0
-        self.num_given_back = 0
-        """Blocks, of all sequences."""
+
+    def reboot(self) -> None:
+        """The process ends in order, and another one begins."""
+        for seq in list(self.seqs.values()):
+            self.end(seq)
+        self.plan()
+        self.execute()
+        self.kv.flush_to_disk()
+        self.plan()
+        self.execute()
+        self.boot(self.kv.num_blocks)
 
     # -- what a scheduler does
 
@@ -203,13 +232,22 @@ class GroupSim:
         while len(self.under_way) > num_left:
             copies, shares = self.under_way.popleft()
             for copy in copies:
-                source = self.host if copy.kind is CopyKind.FROM_HOST else self.pool
-                target = self.host if copy.kind is CopyKind.TO_HOST else self.pool
-                target[copy.dst] = list(source.get(copy.src, [None] * self.bs))
+                self._copy(copy)
             for share in shares:  # of each layer all is written before anything is read
                 self._write(share)
             for share in shares:
                 self._check_reads(share)
+
+    def _copy(self, copy: BlockCopy) -> None:
+        kind, nothing = copy.kind, [None] * self.bs
+        if kind is CopyKind.TO_DISK:
+            self.disk.write(copy.dst, copy.label, list(self.host[copy.src]))
+        elif kind is CopyKind.FROM_DISK:
+            self.pool[copy.dst] = list(self.disk.memory[copy.src])
+        else:
+            source = self.host if kind is CopyKind.FROM_HOST else self.pool
+            target = self.host if kind is CopyKind.TO_HOST else self.pool
+            target[copy.dst] = list(source.get(copy.src, nothing))
 
     def _check_reads(self, share: Share) -> None:
         for group, (window, table) in enumerate(zip(self.windows, share.tables, strict=True)):
@@ -249,7 +287,9 @@ class GroupSim:
 class Player:
     """Random episodes: what a scheduler might do, drawn from a seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(
+        self, seed: int, *, has_disk: bool = False, sim: type[GroupSim] | None = None
+    ) -> None:
         self.rng = rng = random.Random(seed)
         bs = rng.choice((1, 2, 4))
         window = lambda: rng.choice((1, 2, 3, 5, 8, 9, 13))  # noqa: E731
@@ -259,11 +299,21 @@ class Player:
         )  # fmt: skip
         max_chunk = rng.choice((1, 3, 8))
         num_blocks = len(windows) * rng.randint(5, 24)
-        self.sim = GroupSim(
+        self.sim = (sim or GroupSim)(
             num_blocks, bs, windows, max_chunk=max_chunk, caching=rng.random() < 0.7,
             num_host_blocks=rng.choice((0, 6, 40)),
         )  # fmt: skip
         self.pins: list[int] = []
+        self.has_disk = has_disk
+        if has_disk:
+            self._add_disk()
+
+    def _add_disk(self) -> None:
+        sim, rng = self.sim, self.rng
+        sim.caching, sim.num_host_blocks = True, rng.choice((1, 3, 10))
+        sim.max_disk_blocks = rng.choice((1, 30, 300, 300))
+        sim.most_fetched = rng.choice((None, None, 1, 6))
+        sim.boot(sim.kv.num_blocks)
 
     def play(self, num_steps: int) -> GroupSim:
         for _ in range(num_steps):
@@ -286,6 +336,8 @@ class Player:
 
     def _event(self) -> None:
         sim, rng = self.sim, self.rng
+        if self.has_disk and rng.random() < 0.1:
+            self._meddle()
         most = min(sim.kv.max_tokens_of_one_sequence, 60)
         what = rng.random()
         if what < 0.45 and len(sim.seqs) < 6 and most > 1:
@@ -315,6 +367,19 @@ class Player:
                 self._pin(seq)
         elif self.pins:
             sim.kv.unpin(self.pins.pop())
+
+    def _meddle(self) -> None:
+        """The disk loses something, or the process ends."""
+        sim, rng = self.sim, self.rng
+        what = rng.random()
+        if what < 0.3:
+            sim.disk.damaged |= {i for i in sim.disk.files if rng.random() < 0.3}
+        elif what < 0.5:
+            sim.disk.num_to_drop += rng.randint(1, 3)
+        else:
+            while self.pins:
+                sim.kv.unpin(self.pins.pop())
+            sim.reboot()
 
     def _pin(self, seq: Seq) -> None:
         try:

@@ -118,26 +118,37 @@ def test_the_plan_of_a_model_with_windows() -> None:
     assert plan.num_blocks == 4 * (512 + 5 * 33) + 5 * (32 + 4)
 
 
+def test_a_pool_without_a_block_for_each_group_is_refused() -> None:
+    options = {
+        "available_bytes": 10**9, "weights_bytes": 0, "activation_bytes": 0, "logits_bytes": 0,
+        "shape": KVShape(18, 1, 256, 2, windows=(0, *[512] * 5)), "block_size": 16,
+        "max_num_seqs": 4, "max_model_len": 8192, "require_max_model_len": False,
+    }  # fmt: skip
+    block = options["shape"].bytes_per_block(16)  # type: ignore[attr-defined]
+    with pytest.raises(
+        CapacityError, match=r"each of 6 groups of layers .* raise it to at least 6"
+    ):
+        plan_memory(num_blocks=5, **options)  # type: ignore[arg-type]
+    says = rf"--kv-cache-memory-bytes is {6 * block - 1:,}; raise it to at least {6 * block:,}"
+    with pytest.raises(CapacityError, match=says):
+        plan_memory(kv_cache_memory_bytes=6 * block - 1, **options)  # type: ignore[arg-type]
+    plan = plan_memory(num_blocks=6, **options)  # type: ignore[arg-type]
+    assert (plan.max_seq_len, plan.max_concurrency, plan.max_num_seqs) == (16, 1, 1)
+
+
+@pytest.mark.parametrize("windows", [(0,), (5,), (0, 5), (0, 0, 9, 9)])
+def test_how_many_sequences_a_pool_has_room_for(windows: tuple[int, ...]) -> None:
+    needs = BlockNeeds(4, windows, 6)
+    for num_tokens in (1, 7, 40):
+        for num_blocks in range(0, 90, 7):
+            num = needs.most_seqs(num_blocks, num_tokens)
+            assert num == 0 or needs.of_all(num, num_tokens) <= num_blocks
+            assert needs.of_all(num + 1, num_tokens) > num_blocks
+
+
 def test_what_does_not_go_together() -> None:
     with pytest.raises(ConfigError, match="orca-max keeps all layers in one group"):
         make_policy("orca-max", max_seq_tokens=8, windows=(0, 4))
-
-    class Disk:
-        def fetch(self, disk_id: int) -> bool:
-            return False
-
-        def delete(self, disk_id: int) -> None:
-            pass
-
-        def entries(self) -> list[tuple[int, object]]:
-            return []
-
-    with pytest.raises(ConfigError, match="disable-hybrid-kv-cache-manager"):
-        KVCacheManager(
-            8, 4, PagedPolicy((0, 4), 8), enable_prefix_caching=True, num_host_blocks=4,
-            disk=Disk(),  # type: ignore[arg-type]
-            max_disk_blocks=4,
-        )  # fmt: skip
 
 
 def test_a_block_in_use_is_the_one_that_is_found() -> None:

@@ -47,22 +47,37 @@ def kv_dtype(config: EngineConfig, model: Decoder) -> torch.dtype:
 
 def layer_groups(config: EngineConfig, model: Decoder) -> KVGroups:
     """The groups of layers whose KV is kept equally long; one that keeps all, where nothing is to
-    be given back: other policies than paged, `disable_hybrid_kv_cache_manager`, a disk tier, which
-    keeps whole prefixes, and kernels that read behind the window."""
-    groups = kv_groups(model.arch, longest(config, model))
-    if not groups.gives_back or config.disable_hybrid_kv_cache_manager:
+    be given back."""
+    if config.disable_hybrid_kv_cache_manager or _why_all_is_kept(config, model) is not None:
         return one_group(model.arch)
-    why = None
+    groups = kv_groups(model.arch, longest(config, model))
+    return groups if groups.gives_back else one_group(model.arch)
+
+
+def _why_all_is_kept(config: EngineConfig, model: Decoder) -> str | None:
+    """The flag with which layers with a window cannot give back what is behind it: other policies
+    than paged, and kernels that read there."""
     if config.kv_policy != "paged":
-        why = f"--kv-policy {config.kv_policy}"
-    elif config.kv_disk_dir is not None:
-        why = "--kv-disk-dir"
-    elif model.attention.reads_behind_window:
-        why = f"--attention-backend {model.attention.name}"
-    if why is None:
-        return groups
-    logger.info("layers with a window keep all of their KV: %s does not go with less", why)
-    return one_group(model.arch)
+        return f"--kv-policy {config.kv_policy}"
+    if model.attention.reads_behind_window:
+        return f"--attention-backend {model.attention.name}"
+    return None
+
+
+def place_layers(config: EngineConfig, model: Decoder) -> None:
+    """Tell the model where in a block each layer has its KV, and the log if more of it is kept
+    than layers need."""
+    model.place_kv([group.layers for group in layer_groups(config, model).groups])
+    groups, why = kv_groups(model.arch, longest(config, model)), _why_all_is_kept(config, model)
+    if why is None or config.disable_hybrid_kv_cache_manager or not groups.gives_back:
+        return
+    token = kv_shape(config, model).bytes_per_token
+    num_kept = sum(len(group.layers) for group in groups.groups if not group.window)
+    kept = token // model.arch.num_layers * num_kept
+    logger.info(
+        "layers with a window keep all of their KV, as %s needs it: every token takes %s B, and "
+        "not %s B when it is behind the windows", why, f"{token:,}", f"{kept:,}",
+    )  # fmt: skip
 
 
 def kv_shape(config: EngineConfig, model: Decoder) -> KVShape:

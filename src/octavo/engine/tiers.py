@@ -13,6 +13,7 @@ from octavo import __version__
 from octavo.arch import ModelArch
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.kv.sizing import KVShape, MemoryPlan
 from octavo.models.decoder import Decoder
 from octavo.ops.cpu import native
 from octavo.runner.disk_store import DiskStore, open_disk_store
@@ -67,21 +68,21 @@ def check_disk_folder(config: EngineConfig) -> None:
 
 
 def open_disk(
-    config: EngineConfig, files: ModelFiles, model: Decoder, bytes_per_block: int
+    config: EngineConfig, files: ModelFiles, arch: ModelArch, plan: MemoryPlan
 ) -> DiskStore | None:
-    """The disk tier for the blocks of this model; None if none is wanted.
+    """The disk tier for the blocks of this model; None if none is wanted. config: resolved.
 
     Raises `ConfigError` for a folder that another engine uses, and for a limit below one block.
     """
     if config.kv_disk_dir is None:
         return None
-    if config.kv_disk_bytes < bytes_per_block:
+    if config.kv_disk_bytes < plan.bytes_per_block:
         raise ConfigError(
             f"kv_disk_bytes={config.kv_disk_bytes:,} has no room for one KV block of "
-            f"{bytes_per_block:,} B: raise --kv-disk-bytes"
+            f"{plan.bytes_per_block:,} B: raise --kv-disk-bytes"
         )
-    text = fingerprint(files, model.arch, str(model.dtype), config.block_size, config.seed)
-    store = open_disk_store(config.kv_disk_dir, text, bytes_per_block)
+    text = fingerprint(files, arch, config, plan.shape)
+    store = open_disk_store(config.kv_disk_dir, text, plan.bytes_per_block)
     if store is None:
         raise ConfigError(
             f"kv_disk_dir={config.kv_disk_dir!r} is in use by another engine of the same model: "
@@ -90,15 +91,16 @@ def open_disk(
     return store
 
 
-def fingerprint(files: ModelFiles, arch: ModelArch, dtype: str, block_size: int, seed: int) -> str:
-    """All on which the bytes of a block's KV depend, besides its tokens and those before it."""
+def fingerprint(files: ModelFiles, arch: ModelArch, config: EngineConfig, shape: KVShape) -> str:
+    """All on which the bytes of a block's KV depend, besides its tokens and those before it.
+    config: resolved."""
     parts = [
-        f"octavo {__version__}, {native.isa()} kernels",
-        f"weights {_weights_identity(files, seed)}",
+        f"octavo {__version__}, {native.isa()} kernels, {config.device}",
+        f"weights {_weights_identity(files, config.seed)}, quantization {config.quantization}",
         f"arch {arch!r}",
-        f"dtype {dtype}",
-        f"block_size {block_size}",
-        f"layout {_LAYOUT}",
+        f"dtype {config.dtype}, KV {config.kv_cache_dtype}",
+        f"block_size {config.block_size}",
+        f"layout {_LAYOUT}, {shape!r}",
     ]
     return "\n".join(parts)
 

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from octavo.kv.cold import ColdBlocks
-from octavo.kv.group_lookup import GroupMatch, match_groups
-from octavo.kv.group_take import prefer, take_groups
+from octavo.kv.group_lookup import GroupMatch
 from octavo.kv.lookup import NOBODY_ASKED, Match, PrefixIndex
 from octavo.kv.misses import MissExplainer, not_asked
 from octavo.kv.needs import BlockNeeds
@@ -15,6 +14,7 @@ from octavo.kv.node import NOWHERE, Node, RootName, block_key
 from octavo.kv.pool import BlockPool
 from octavo.kv.stats import PrefixCacheStats
 from octavo.kv.table import BlockTable
+from octavo.kv.take import find_in_groups, prefer, take
 from octavo.kv.tiers import ColdStore
 from octavo.kv.tree import neighbours
 from octavo.plan import BlockCopy, CopyKind
@@ -83,11 +83,11 @@ class PrefixCache(PrefixIndex):
         if self.needs is None:
             match = self.match(demand, table.root_name)
             self._asked = NOBODY_ASKED
-            behind, num_found = None, self._take(table, match)
+            behind, num_found = None, take(self, table, match)
         else:
-            match = match_groups(self, demand, table.root_name, self.needs.windows)
+            match, num_found = find_in_groups(self, table, self.needs.windows)
             self._asked_groups.clear()
-            behind, num_found = match.behind, take_groups(self, table, match)
+            behind = match.behind
         if is_first:
             account.cached_tokens = num_found
             if self.enabled:
@@ -109,30 +109,6 @@ class PrefixCache(PrefixIndex):
             account.forked_tokens += num_found
             self.stats.forked_tokens += num_found
         account.has_started = True
-
-    def _take(self, table: BlockTable, match: Match) -> int:
-        path, pool = match.path, self.pool
-        for node in path:
-            self.protect(node)
-        num_taken = 0
-        for node in path:
-            if node.block_id < 0 and not self.bring_in(node):
-                break
-            num_taken += 1
-        self.unprotect(path[num_taken:])
-        table.append([node.block_id for node in path[:num_taken]])
-        table.num_registered = num_taken
-        table.last_node = path[num_taken - 1] if num_taken else None
-        table.num_committed = num_taken * pool.block_size
-        table.next_register = table.num_committed + pool.block_size
-        if match.partial is not None and num_taken == len(path):
-            block_id = self.take_part(match.partial, match.num_partial)
-            if block_id is not None:
-                table.append((block_id,))
-                table.num_committed += match.num_partial
-                self.stats.partial_hits += 1
-                self.stats.partial_hit_tokens += match.num_partial
-        return table.num_committed
 
     def protect(self, node: Node) -> None:
         """What makes room for one block must not evict another one that is needed."""

@@ -7,7 +7,7 @@ from hashlib import blake2b
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from octavo.kv.node import TOKEN_BYTES, Node, Root, block_key, tokens_of_key
+from octavo.kv.node import TOKEN_BYTES, Node, Root, RootName, block_key, tokens_of_key
 from octavo.kv.tiers import ColdStore, DiskTier
 from octavo.plan import PLANS_UNDER_WAY, BlockCopy, BlockLabel, CopyKind
 
@@ -26,8 +26,8 @@ class ColdBlocks:
     """Takes blocks that the host has no room for, and finds again what an earlier process left.
 
     A block's digest is the hash of the one above it and its own tokens; a root's is the hash of
-    the salt, in a domain of its own: no salt has the digest of a block. Digests are only computed
-    for what goes to disk or may be found there.
+    the salt, in a domain of its own for each group of layers: no salt has the digest of a block.
+    Digests are only computed for what goes to disk or may be found there.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ColdBlocks:
             at = at.parent
         for below in reversed(todo):
             if isinstance(below, Root):
-                below.digest = root_digest(below.name[0])
+                below.digest = root_digest(*below.name)
             else:
                 assert below.parent is not None and below.parent.digest is not None
                 below.digest = block_digest(below.parent.digest, below.key)
@@ -90,6 +90,43 @@ class ColdBlocks:
         self._cache.stats.offloads_to_disk += 1
         return True
 
+    def adopt_path(self, name: RootName, token_ids: Sequence[int], limit: int) -> None:
+        """Take in what an earlier process left of a prompt's whole blocks, whatever lies between:
+        of layers with a window the first ones may be gone. Those become ghosts.
+
+        So many hashes as the prompt has blocks, where there are orphans at all.
+        """
+        orphans, cache = self.disk.orphans, self._cache
+        size, tree = cache.pool.block_size, cache.tree
+        digest, num_path = root_digest(*name), 0
+        path: list[tuple[bytes, bytes]] = []
+        for start in range(0, limit - size + 1, size) if orphans else ():
+            key = block_key(token_ids, start, start + size)
+            is_there = key in orphans.get(digest, ())
+            digest = block_digest(digest, key)
+            path.append((key, digest))
+            num_path = len(path) if is_there else num_path
+        node: Node | None = tree.root(name) if num_path else None
+        gaps: list[Node] = []
+        for key, digest in path[:num_path]:
+            assert node is not None
+            if not self._adopt(node, key) and key not in node.children:
+                gaps.append(tree.add(node, key))
+            node = node.children[key]
+            node.digest = digest
+        for node in gaps:  # now that they have children they stay
+            tree.lost(node, size, cache.now_s)
+
+    def adopt_alike(self, node: Node, key: bytes) -> None:
+        """Take in a bounded number of blocks below a node that may begin like `key`."""
+        # A file is not read for less than half a block.
+        half = -(-self._cache.pool.block_size // 2) * TOKEN_BYTES
+        if len(key) >= half:
+            siblings = self.disk.orphans.get(self.digest(node), ())
+            alike = (other for other in siblings if other.startswith(key[:half]))
+            for other in list(islice(alike, _MAX_ADOPTED)):
+                self._adopt(node, other)
+
     def has_below(self, salt: str) -> bool:
         """Whether an earlier process left prefixes of that salt which nobody has looked for yet."""
         return bool(self.disk.orphans) and root_digest(salt) in self.disk.orphans
@@ -107,13 +144,7 @@ class ColdBlocks:
         key = block_key(token_ids, start, min(start + size, limit))
         if start + size <= limit and self._adopt(node, key):
             return True
-        # A file is not read for less than half a block.
-        half = -(-size // 2) * TOKEN_BYTES
-        if len(key) >= half:
-            siblings = orphans.get(self.digest(node), ())
-            alike = (other for other in siblings if other.startswith(key[:half]))
-            for other in list(islice(alike, _MAX_ADOPTED)):
-                self._adopt(node, other)
+        self.adopt_alike(node, key)
         return False
 
     def _adopt(self, parent: Node, key: bytes) -> bool:
@@ -169,11 +200,12 @@ class ColdBlocks:
         return num
 
 
-def root_digest(salt: str) -> bytes:
-    """Stands for a root: the salt alone."""
+def root_digest(salt: str, group: str = "") -> bytes:
+    """Stands for a root: the salt, and the number of a further group of layers, as in its name."""
     # A salt may come as JSON, with halves of surrogate pairs.
     content = salt.encode("utf-8", "surrogatepass")
-    return blake2b(content, digest_size=_DIGEST_BYTES, person=b"salt").digest()
+    person = b"salt" + group.encode()
+    return blake2b(content, digest_size=_DIGEST_BYTES, person=person).digest()
 
 
 def block_digest(parent: bytes, key: bytes) -> bytes:

@@ -7,10 +7,12 @@ all blocks before it; one with a window, those of the last window. What lies beh
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
-from octavo.kv.lookup import PrefixIndex
+from octavo.kv.lookup import PrefixIndex, is_near
 from octavo.kv.needs import BlockNeeds, num_behind
 from octavo.kv.node import Node, Root, RootName, block_key
 from octavo.kv.policy import SeqDemand
@@ -36,6 +38,15 @@ class GroupMatch(NamedTuple):
     """By group the nodes of the prompt's whole blocks, as far as the tree has them."""
     partials: list[Node]
     """By group a node that begins like the next block; empty where `num_partial` is 0."""
+    num_tokens: int = 0
+    """That are found in all."""
+
+    def needed(self, windows: Sequence[int], block_size: int) -> list[Node]:
+        """Nodes of whole blocks that it takes to go on from the end of the last of them."""
+        num = self.num_blocks
+        firsts = [num_behind(num * block_size, window, block_size) for window in windows]
+        chains = zip(self.chains, firsts, strict=True)
+        return [node for chain, first in chains for node in chain[first:num]]
 
 
 def root_of_group(name: RootName, group: int) -> RootName:
@@ -48,9 +59,15 @@ def root_of_group(name: RootName, group: int) -> RootName:
 
 
 def match_groups(
-    index: PrefixIndex, demand: SeqDemand, root_name: RootName, windows: Sequence[int]
+    index: PrefixIndex,
+    demand: SeqDemand,
+    root_name: RootName,
+    windows: Sequence[int],
+    *,
+    with_disk: bool = False,
 ) -> GroupMatch:
-    """What could be found for a demand; changes nothing. Whatever is on disk is not looked at."""
+    """What could be found for a demand; changes nothing. What is on disk is only looked at if that
+    is asked for, and then no more of it is found than the coming step may read."""
     limit, size, tokens = index.limit_of(demand), index.pool.block_size, demand.token_ids
     roots = [index.tree.roots.get(root_of_group(root_name, g)) for g in range(len(windows))]
     known = [root for root in roots if root is not None]
@@ -58,22 +75,102 @@ def match_groups(
         missing = next((g for g, root in enumerate(roots) if root is None), 0)
         return GroupMatch(roots[missing], [], None, limit, 0, 0, [[] for _ in windows], [])
     chains = [index.chain_in_group(group, tokens, root, limit) for group, root in enumerate(known)]
-    runs = [_runs(map(_is_there, chain)) for chain in chains]
+    found = _Found(index, windows, chains, with_disk=with_disk)
     for num in range(min(map(len, chains)), -1, -1):
         start, most = num * size, min(limit - num * size, size)
-        if _missing(runs, windows, num, start + most, size) is not None:
+        if found.missing(num, start + most) is not None or not found.may_fetch(num):
             continue
         parents = [
             chain[num - 1] if num else root for chain, root in zip(chains, known, strict=True)
         ]
-        partials, num_partial = _partials(index, parents, tokens, start, most)
-        if _missing(runs, windows, num, start + num_partial, size) is None:
-            group = _limiting(runs, chains, windows, num, size)
+        partials, num_partial = found.partials(parents, num, block_key(tokens, start, start + most))
+        if found.missing(num, start + num_partial) is None:
+            group = found.limiting(num)
             return GroupMatch(
-                known[group], chains[group][:num], _lost(chains[group], num), limit, num,
-                num_partial, chains, partials,
+                known[group], chains[group][:num], found.lost(group, num), limit, num, num_partial,
+                chains, partials, start + num_partial,
             )  # fmt: skip
     raise AssertionError("nothing is always found")
+
+
+class _Found:
+    """Where the blocks of a prompt are, by group."""
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        windows: Sequence[int],
+        chains: list[list[Node]],
+        *,
+        with_disk: bool = False,
+    ) -> None:
+        self._index, self._size = index, index.pool.block_size
+        self._windows, self._chains = windows, chains
+        has = index.has if with_disk else is_near
+        self._is_there = [[has(node) for node in chain] for chain in chains]
+        self._runs = [_runs(is_there) for is_there in self._is_there]
+        self._num_far: list[list[int]] | None = None
+        """By group, [len + 1]: of the blocks before each those that must be read from disk."""
+        self._most_far = 0
+        if with_disk and index.cold is not None:
+            far = ((not is_near(node) for node in chain) for chain in chains)
+            self._num_far = [list(accumulate(of_group, initial=0)) for of_group in far]
+            self._most_far = index.cold.num_left()
+
+    def missing(self, num: int, num_tokens: int) -> int | None:
+        """A group that has not all of the `num` first blocks that it needs to go on from
+        `num_tokens`; None: all have."""
+        return _missing(self._runs, self._windows, num, num_tokens, self._size)
+
+    def may_fetch(self, num: int, partials: Sequence[Node] = ()) -> bool:
+        """Whether all that is missing in the pool and on the host to go on from the first `num`
+        blocks may be read while this step is planned."""
+        if self._num_far is None:
+            return True
+        num_far = sum(not is_near(node) for node in partials)
+        for window, of_group in zip(self._windows, self._num_far, strict=True):
+            first = num_behind(num * self._size, window, self._size)
+            num_far += of_group[num] - of_group[first]
+        return num_far <= self._most_far
+
+    def partials(self, parents: list[Node], num: int, key: bytes) -> tuple[list[Node], int]:
+        """(By group a node that begins most like block `num`, tokens that all of them have)."""
+        if self._num_far is not None:
+            nodes, num_tokens = self._partials(parents, key, with_disk=True)
+            if self.may_fetch(num, nodes):
+                return nodes, num_tokens
+        return self._partials(parents, key, with_disk=False)
+
+    def _partials(
+        self, parents: list[Node], key: bytes, *, with_disk: bool
+    ) -> tuple[list[Node], int]:
+        nodes: list[Node] = []
+        fewest = sys.maxsize
+        for parent in parents:
+            if not key or not parent.children:
+                return [], 0
+            node, num_tokens = self._index.longest(parent, key, with_disk=with_disk)
+            if node is None:
+                return [], 0
+            nodes.append(node)
+            fewest = min(fewest, num_tokens)
+        return nodes, fewest
+
+    def limiting(self, num: int) -> int:
+        """The first group for which one block more is not found."""
+        for group, chain in enumerate(self._chains):
+            behind = num_behind((num + 1) * self._size, self._windows[group], self._size)
+            if len(chain) == num or self._runs[group][num + 1] < num + 1 - behind:
+                return group
+        return 0
+
+    def lost(self, group: int, num: int) -> Node | None:
+        """Why a group's block `num`, which is there, is of no use: the last one before it that is
+        not."""
+        chain, is_there = self._chains[group], self._is_there[group]
+        if num == len(chain) or not is_there[num]:
+            return None
+        return next((chain[i] for i in range(num - 1, -1, -1) if not is_there[i]), None)
 
 
 def num_saved(index: PrefixIndex, demand: SeqDemand, root_name: RootName, needs: BlockNeeds) -> int:
@@ -81,7 +178,7 @@ def num_saved(index: PrefixIndex, demand: SeqDemand, root_name: RootName, needs:
     it goes on behind them. Changes nothing."""
     match = match_groups(index, demand, root_name, needs.windows)
     counts, size = index.pool.ref_counts, index.pool.block_size
-    runs = [_runs(map(_is_there, chain)) for chain in match.chains]
+    runs = [_runs(map(is_near, chain)) for chain in match.chains]
     num_whole = match.num_blocks * size
     # The partial block is an offer: there may be no room to take it, and then it must do without.
     if (
@@ -137,50 +234,3 @@ def _missing(
         if run[num] < num - num_behind(num_tokens, window, size):
             return group
     return None
-
-
-def _partials(
-    index: PrefixIndex, parents: list[Node], tokens: Sequence[int], start: int, most: int
-) -> tuple[list[Node], int]:
-    """(By group the node that begins most like the next block, tokens that all of them have)."""
-    if most < 1:
-        return [], 0
-    key = block_key(tokens, start, start + most)
-    found: list[Node] = []
-    fewest = most
-    for parent in parents:
-        if not parent.children:
-            return [], 0
-        node, num = index.longest(parent, key)
-        if node is None:
-            return [], 0
-        found.append(node)
-        fewest = min(fewest, num)
-    return found, fewest
-
-
-def _limiting(
-    runs: list[list[int]],
-    chains: list[list[Node]],
-    windows: Sequence[int],
-    num: int,
-    size: int,
-) -> int:
-    """The first group for which one block more is not found."""
-    for group, chain in enumerate(chains):
-        if len(chain) == num or runs[group][num + 1] < num + 1 - num_behind(
-            (num + 1) * size, windows[group], size
-        ):
-            return group
-    return 0
-
-
-def _lost(chain: list[Node], num: int) -> Node | None:
-    """Why block `num`, which is there, is of no use: the last one before it that is not."""
-    if num == len(chain) or not _is_there(chain[num]):
-        return None
-    return next((node for node in reversed(chain[:num]) if not _is_there(node)), None)
-
-
-def _is_there(node: Node) -> bool:
-    return node.block_id >= 0 or node.host_id >= 0

@@ -13,6 +13,11 @@ from octavo.kv.tiers import HostTier
 from octavo.kv.tree import PrefixTree, neighbours, whole_blocks
 
 
+def is_near(node: Node) -> bool:
+    """Whether the node is in the pool or on the host."""
+    return node.block_id >= 0 or node.host_id >= 0
+
+
 class Match(NamedTuple):
     """What of a prompt some memory holds."""
 
@@ -136,7 +141,9 @@ class PrefixIndex:
             goes_on = cold.adopt_next(last, tokens, len(path) * size, limit)
         return True
 
-    def longest(self, parent: Node, key: bytes) -> tuple[Node | None, int]:
+    def longest(
+        self, parent: Node, key: bytes, *, with_disk: bool = True
+    ) -> tuple[Node | None, int]:
         """The child with the longest beginning of `key`, whose KV exists before the coming step
         computes (it is copied)."""
         best, num_best = None, 0
@@ -144,20 +151,16 @@ class PrefixIndex:
             for child, num in side:
                 if num <= num_best:
                     break
-                if self._has_part(child, num):
+                # A file is not read for a few tokens.
+                is_worth_it = with_disk and 2 * num >= self.pool.block_size
+                if child.step < self.step and (is_near(child) or (is_worth_it and self.has(child))):
                     best, num_best = child, num
                     break
         return best, num_best
 
-    def _has_part(self, node: Node, num_tokens: int) -> bool:
-        if node.step >= self.step:
-            return False
-        if node.block_id >= 0 or node.host_id >= 0:
-            return True
-        # A file is not read for a few tokens.
-        if 2 * num_tokens < self.pool.block_size or self.cold is None:
-            return False
-        return self.cold.can_fetch(node)
+    def has(self, node: Node) -> bool:
+        """Whether some memory holds a node for the coming step."""
+        return is_near(node) or (self.cold is not None and self.cold.can_fetch(node))
 
     def num_shared(self, demand: SeqDemand, root_name: RootName) -> int:
         """Blocks that a demand would share with others who reference them now: it needs no room

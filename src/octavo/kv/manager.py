@@ -300,10 +300,6 @@ class KVCacheManager(KVState):
     def reset_prefix_cache(self) -> int:
         """Forget every cached block that nobody references or waits for, in all tiers; returns how
         many blocks of the pool that freed. Pinned prefixes stay."""
-        return self.drop_unused()
-
-    def drop_unused(self) -> int:
-        """The same for a scheduler that needs it: no wish of a caller, which records would have."""
         return self._cache.drop_unused()
 
     def reset_cache(self, num_plans: int = 1) -> None:
@@ -337,7 +333,7 @@ class KVCacheManager(KVState):
         growth = self.policy.grow(table, num_tokens, num_computed)
         if growth is not None and growth is not NO_GROWTH:
             for part in table.parts():
-                account.add(part.block_ids[num_before:])
+                account.add(part.block_ids[num_before:], part.group)
         return growth
 
     def _drop_behind(self, table: BlockTable) -> None:
@@ -348,7 +344,7 @@ class KVCacheManager(KVState):
             if num_behind > part.num_dropped:
                 block_ids = part.drop(num_behind)
                 part.account.settle(self._now_s)
-                part.account.remove(block_ids)
+                part.account.remove(block_ids, part.group)
                 self._pool.release(block_ids)
 
     def _give_back(self, table: BlockTable) -> None:

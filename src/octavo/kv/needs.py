@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,6 +58,11 @@ class BlockNeeds:
         return min(
             num_seqs * self.blocks(num_tokens), num_seqs * one_token.blocks(num_tokens) + extra
         )
+
+    def most_seqs(self, num_blocks: int, num_tokens: int) -> int:
+        """How many sequences of so many tokens such a pool has room for at one time."""
+        sizes = range(1, num_blocks + 1)
+        return bisect_left(sizes, True, key=lambda num: self.of_all(num, num_tokens) > num_blocks)
 
     def most_tokens(self, num_blocks: int) -> int:
         """Longest sequence that never needs more than so many blocks; `sys.maxsize` where any

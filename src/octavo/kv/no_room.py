@@ -67,21 +67,31 @@ def _or_codes(plan: MemoryPlan) -> str:
     return f", or use --kv-cache-dtype {'int8' if plan.total_bytes is None else 'fp8'}"
 
 
-def no_block(plan: MemoryPlan, kv_cache_memory_bytes: int | None, kv_share: float) -> str:
-    """Why the pool has no room for one block."""
-    block = plan.bytes_per_block
+def no_block(
+    plan: MemoryPlan, num_blocks: int | None, num_bytes: int | None, kv_share: float
+) -> str:
+    """Why a pool has no block for each group of layers. num_blocks, num_bytes: as it was asked for;
+    the first counts."""
+    block, num_groups = plan.bytes_per_block, len(plan.shape.windows)
+    needed = num_groups * block
+    what = "not one KV block fits"
+    if num_groups > 1:
+        what = f"not one KV block for each of {num_groups} groups of layers fits"
     text = (
-        f"not one KV block fits: a block is {plan.shape.block_terms(plan.block_size)} = "
-        f"{human_bytes(block)} ({plan.shape}), and "
+        f"{what}: a block is {plan.shape.block_terms(plan.block_size)} = {human_bytes(block)} "
+        f"({plan.shape}), and "
     )
-    if kv_cache_memory_bytes is not None:
+    if num_blocks is not None:
+        flag = "--num-gpu-blocks-override"
+        return f"{text}{flag} is {num_blocks:,}; raise it to at least {num_groups:,}"
+    if num_bytes is not None:
         return text + (
-            f"--kv-cache-memory-bytes is {kv_cache_memory_bytes:,}; raise it to at least "
-            f"{block:,}, or lower --block-size"
+            f"--kv-cache-memory-bytes is {num_bytes:,}; raise it to at least {needed:,}, or lower "
+            "--block-size"
         )
     text += f"the KV pool gets {kv_share:.0%} of what is left: {left_for_kv(plan)}; "
-    if plan.left_bytes >= block:
-        return text + f"set --kv-cache-memory-bytes to {block:,} or more, or lower --block-size"
+    if plan.left_bytes >= needed:
+        return text + f"set --kv-cache-memory-bytes to {needed:,} or more, or lower --block-size"
     return text + less(plan)
 
 

@@ -108,6 +108,11 @@ class PagedPolicy:
         if table.others:
             return self._grow_all(table, num_tokens, num_computed)
         num_missing = max(0, cdiv(num_tokens, self._pool.block_size) - len(table.block_ids))
+        if num_computed >= table.exclusive_from:  # nothing is to be copied: so it is in decodes
+            if num_missing > self._pool.num_free:
+                return None
+            table.append(self._pool.allocate(num_missing))
+            return Growth(table.report(), None) if num_missing else NO_GROWTH
         copied_at = self._entry_to_copy(table, num_computed)
         if num_missing + (copied_at is not None) > self._pool.num_free:
             return None

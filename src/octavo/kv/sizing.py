@@ -188,6 +188,16 @@ class MemoryPlan:
         """Longest sequence that fits, alone, into the paged pool: at most `max_model_len`."""
         return min(self.max_model_len, self.needs.most_tokens(self.num_blocks))
 
+    @property
+    def max_concurrency(self) -> int:
+        """Sequences of `max_seq_len` tokens that the paged pool has room for at one time."""
+        return self.needs.most_seqs(self.num_blocks, self.max_seq_len)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that can hold anything in the paged pool: a block for each group of layers."""
+        return self.num_blocks // len(self.shape.windows)
+
     def terms(self) -> dict[str, int]:
         """The terms that add up to `budget_bytes`."""
         terms = {
@@ -230,7 +240,10 @@ class MemoryPlan:
             lines.append(f"  {'host tier':<12} {human_bytes(self.host_bytes):>12}  {host}")
         room = f"room for {self.num_slots:,} tokens"
         if not is_plain(self.shape.windows):
-            room = f"a sequence may have up to {self.max_seq_len:,} tokens"
+            room = (
+                f"a sequence may have up to {self.max_seq_len:,} tokens, and of such "
+                f"{self.max_concurrency:,} fit at one time"
+            )
         lines += [f"  {self.shape}; {room}"]
         return "\n".join(line.rstrip() for line in lines)
 
@@ -281,7 +294,7 @@ def plan_memory(
     )
     if gpu is not None:
         base, kv_share = replace(base, **asdict(gpu)), 1.0
-    left = base.left_bytes
+    left, asked = base.left_bytes, num_blocks
     if left < 0:
         raise CapacityError(f"nothing is left for the KV pool: {left_for_kv(base)}; {less(base)}")
     if num_blocks is not None or kv_cache_memory_bytes is not None:
@@ -296,8 +309,8 @@ def plan_memory(
         if num_blocks > most:
             num_blocks = most
             chosen_by = f"all that {max_num_seqs} sequences of {max_model_len:,} tokens can use"
-    if num_blocks < 1:
-        raise CapacityError(no_block(base, kv_cache_memory_bytes, kv_share))
+    if num_blocks < len(shape.windows):
+        raise CapacityError(no_block(base, asked, kv_cache_memory_bytes, kv_share))
     if require_max_model_len and base.needs.most_tokens(num_blocks) < max_model_len:
         raise CapacityError(no_max_model_len(base, num_blocks, chosen_by))
     sized = replace(base, num_blocks=num_blocks, chosen_by=chosen_by)

@@ -17,7 +17,6 @@ from octavo.kv.ledger import (
     pool_ledger,
     request_ledger,
 )
-from octavo.kv.needs import is_plain
 from octavo.kv.paged import PagedPolicy
 from octavo.kv.pins import Pins
 from octavo.kv.policy import AllocationPolicy, RestoreCost, SeqDemand
@@ -90,11 +89,6 @@ class KVState:
         self.policy.attach(self._pool)
         self.windows = self.policy.windows
         """By group of layers the window behind which blocks are given back; 0: none."""
-        if disk is not None and not is_plain(self.windows):
-            raise ConfigError(
-                "the disk tier keeps whole prefixes, and layers with a window give theirs back: it "
-                "needs --disable-hybrid-kv-cache-manager"
-            )
         self._cache = PrefixCache(
             self._pool,
             enabled=enable_prefix_caching and self.policy.shares_blocks,

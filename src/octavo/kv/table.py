@@ -155,7 +155,7 @@ class BlockTable:
 
     def replace(self, index: int, block_id: int) -> tuple[int, int] | None:
         """Set one entry (copy-on-write); returns what the runner must be told, if it knows it."""
-        self.account.replace(self.block_ids[index], block_id)
+        self.account.replace(self.block_ids[index], block_id, self.group)
         self.block_ids[index] = block_id
         return (index, block_id) if index < self.num_reported else None
 

@@ -43,6 +43,7 @@ class RequestAccount:
         self._tail_tokens: dict[int, int] = {}
         """Token states in the shared blocks that are not full."""
         self._shared_tokens = 0
+        """In the blocks of the first group of layers, so that a token counts once."""
         self._peak_shared_tokens = 0
         self._peak_blocks = 0
         self._block_seconds = 0.0
@@ -92,9 +93,9 @@ class RequestAccount:
         """A sequence of this request begins with what is in its table."""
         self.settle(now_s)
         self.tables.append(table)
-        self._count(table.held)
+        self._count(table.held, table.group)
         num_full, num_tail = divmod(table.num_committed, self.block_size)
-        if num_tail:
+        if num_tail and not table.group:
             block_id = table.block_ids[num_full]
             if self._entries[block_id] == 2:
                 self._tail_tokens[block_id] = num_tail
@@ -105,11 +106,11 @@ class RequestAccount:
         """A sequence of this request gave its blocks back."""
         self.settle(now_s)
         self.tables.remove(table)
-        self.remove(table.held)
+        self.remove(table.held, table.group)
 
-    def add(self, block_ids: Iterable[int]) -> None:
-        """Table entries that point at these blocks were added."""
-        self._count(block_ids)
+    def add(self, block_ids: Iterable[int], group: int) -> None:
+        """Table entries of a group of layers that point at these blocks were added."""
+        self._count(block_ids, group)
         self._note_peaks()
 
     def add_own(self, block_id: int, now_s: float) -> None:
@@ -121,8 +122,8 @@ class RequestAccount:
         if len(entries) > self._peak_blocks:
             self._peak_blocks = len(entries)
 
-    def remove(self, block_ids: Iterable[int]) -> None:
-        """Table entries that pointed at these blocks are gone."""
+    def remove(self, block_ids: Iterable[int], group: int) -> None:
+        """Table entries of a group of layers that pointed at these blocks are gone."""
         entries = self._entries
         for block_id in block_ids:
             count = entries[block_id] - 1
@@ -130,20 +131,20 @@ class RequestAccount:
                 entries[block_id] = count
             else:
                 del entries[block_id]
-            if count == 1:
+            if count == 1 and not group:
                 self._shared_tokens -= self._tail_tokens.pop(block_id, self.block_size)
 
-    def replace(self, old_id: int, new_id: int) -> None:
+    def replace(self, old_id: int, new_id: int, group: int) -> None:
         """One table entry points at another block; `settle` was called."""
-        self.remove((old_id,))
-        self.add((new_id,))
+        self.remove((old_id,), group)
+        self.add((new_id,), group)
 
-    def _count(self, block_ids: Iterable[int]) -> None:
+    def _count(self, block_ids: Iterable[int], group: int) -> None:
         entries = self._entries
         for block_id in block_ids:
             count = entries.get(block_id, 0)
             entries[block_id] = count + 1
-            if count == 1:
+            if count == 1 and not group:
                 self._shared_tokens += self.block_size
 
     def _note_peaks(self) -> None:
@@ -166,7 +167,8 @@ class RequestAccount:
                     f"request {request_id!r} counts {have} table entries for block {block_id}, "
                     f"expected {want}"
                 )
-        shared_tokens = sum(filled[block_id] for block_id, num in expected.items() if num > 1)
+        first = {i for table in self.tables if not table.group for i in table.held}
+        shared_tokens = sum(filled[block_id] for block_id in first if expected[block_id] > 1)
         if shared_tokens != self._shared_tokens:
             raise IntegrityError(
                 f"request {request_id!r} counts {self._shared_tokens} shared tokens, expected "
