@@ -70,12 +70,15 @@ class _CutWhenRead(_MadeWhenRead):
 
 
 class _PromptWhenRead(_MadeWhenRead):
-    """The text of a prompt that came as token ids."""
+    """The text of a prompt that came as token ids, and the cost of a request of which it is not
+    known yet."""
 
     __slots__ = ("_prompt_text",)
     _prompt_text: Callable[[], str]
 
     def _make(self, name: str) -> Any:
+        if name == "kv":
+            return RequestKVUsage()
         return self._prompt_text() if name == "prompt" else super()._make(name)
 
 
@@ -177,7 +180,8 @@ class RequestKVUsage:
     block_seconds: float = 0.0
     """Integral over time of the blocks referenced."""
     shared_tokens: int = 0
-    """Most token states at one time that it held together with another sequence."""
+    """Most tokens at one time whose KV it held together with another sequence (for the first group
+    of layers, where others keep a window only)."""
     cached_tokens: int = 0
     """Prompt tokens whose KV another request had left or was holding when it first started."""
     resumed_tokens: int = 0
@@ -250,6 +254,32 @@ class RequestOutput(_PromptWhenRead):
         """The prompt's text is to be made by `text` when it is first read."""
         del self.prompt
         self._prompt_text = text
+
+    @classmethod
+    def of_news(
+        cls,
+        request_id: str,
+        prompt: str | None,
+        prompt_text: Callable[[], str] | None,
+        prompt_token_ids: list[int],
+        outputs: list[CompletionOutput],
+        metrics: RequestMetrics,
+    ) -> RequestOutput:
+        """Of a request that goes on and whose cost is not known: as quick as it can be made, as
+        every token of a stream has one. prompt_text: makes `prompt` when it is first read."""
+        output = cls.__new__(cls)
+        output.request_id = request_id
+        if prompt_text is None:
+            output.prompt = prompt
+        else:
+            output._prompt_text = prompt_text
+        output.prompt_token_ids = prompt_token_ids
+        output.prompt_logprobs = None
+        output.outputs = outputs
+        output.finished = False
+        output.metrics = metrics
+        output.num_cached_tokens = 0
+        return output
 
 
 @dataclass(slots=True)

@@ -177,7 +177,7 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
-        return sum(seq.num_tokens for seq in self.seqs)
+        return sum([seq.num_tokens for seq in self.seqs])
 
     @property
     def num_host_copies(self) -> int:

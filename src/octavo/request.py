@@ -317,3 +317,6 @@ class Request:
     max_kv_share: float | None = None
     """Share of the pool, above 0 and at most 1, that the client's sequences may hold together when
     one more is admitted; who holds nothing is admitted in any case. None: any."""
+    told_at_end: bool = False
+    """Nobody looks at the tokens of a sequence before it has ended: they are told then, all at
+    once. Not for requests that want logprobs."""

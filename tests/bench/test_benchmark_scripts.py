@@ -231,5 +231,14 @@ def test_policies_one_at_a_time(
 def test_host_path_measures_steps_in_which_all_decode(kind: str) -> None:
     for host_path in load("host_path"):
         figures = host_path.measure(kind, 3, 24, None)
-        assert all(figures[part] > 0 for part in ("schedule", "update", "outputs", "rest"))
+        parts = ("schedule", "launch", "collect", "history", "update", "outputs", "rest")
+        assert all(figures[part] > 0 for part in parts)
+        assert figures["step"] >= max(figures[part] for part in parts)
         assert host_path.measure_adding(4, None)["add_us"] > 0
+
+
+def test_host_path_runs_a_trace_to_its_end() -> None:
+    for host_path in load("host_path"):
+        found = host_path.measure_trace([(20, 3), (7, 9), (40, 5)], 2, 64)
+        assert found["requests"] == 3 and 9 <= found["steps"] <= 14
+        assert found["launch"] > 0

@@ -156,18 +156,20 @@ def test_what_comes_belongs_to_the_step_behind_it(
     tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM(config=engine_config(config(tiny_model_path, max_num_batched_tokens=256))) as llm:
-        stream = llm.stream
+        stream, clock, late_s = llm.stream, time.perf_counter, 0.0
 
         def slow(*args: Any, **options: Any) -> Any:
-            time.sleep(0.02)
+            nonlocal late_s
+            late_s += 1000.0
             return stream(*args, **options)
 
         monkeypatch.setattr(llm, "stream", slow)
+        monkeypatch.setattr(time, "perf_counter", lambda: clock() + late_s)
         wave = waves(llm.config, 0)[0]._replace(lengths=((20, 4),) * 3)
         (counts, first), *others = serve(llm, wave, random.Random(0))
         assert counts.num_prompts == 3
-        assert first.seconds - first.compute_s > 0.06
-        assert all(times.seconds - times.compute_s < 0.06 for _, times in others)
+        assert 3000 < first.seconds - first.compute_s < 4000
+        assert all(times.seconds < 1000 for _, times in others)
 
 
 def test_an_interrupted_measurement_leaves_the_engine_as_it_was(
@@ -242,6 +244,9 @@ def test_a_shape_is_counted_as_the_simulator_counts_it() -> None:
     for own in (plan, StepPlan(1, seqs=plan.seqs[:1]), StepPlan(2, seqs=plan.seqs[2:])):
         counts, shape = counts_of(own)._asdict(), shape_of(own)._asdict()
         assert counts == {name: shape[name] for name in counts}
+        counts, shape = counts_of(own, (0, 4))._asdict(), shape_of(own, (0, 4))._asdict()
+        assert counts == {name: shape[name] for name in counts}
+        assert counts["decode_context"] in (7, 0)  # (10 + 4) / 2
 
 
 def test_limits_that_leave_nothing_are_refused(tiny_model_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 from sched_support import (
     answer,
     assert_drained,
+    hold_blocks,
     make_request,
     make_scheduler,
     run_step,
@@ -13,6 +14,7 @@ from sched_support import (
 )
 
 from octavo.request import FinishReason
+from octavo.sched import SeqUpdate
 
 EOS, STOP_ID, BOTH = 1, 2, 3
 ENDS = {"eos_token_ids": frozenset({EOS, BOTH}), "stop_token_ids": frozenset({STOP_ID, BOTH})}
@@ -38,6 +40,43 @@ def test_tokens_that_end(
     assert scheduler.has_unfinished() == (reason is None)
     if reason is not None:
         assert_drained(kv)
+
+
+def test_an_update_has_every_field() -> None:
+    scheduler, _ = make_scheduler()
+    scheduler.add(make_request("a", 3))
+    _, (update,) = run_step(scheduler, 7)
+    assert update == SeqUpdate("a", 0, update.seq_id, (7,), (), (), None, None)
+
+
+def test_tokens_that_are_told_at_the_end_are_told_once_and_all() -> None:
+    scheduler, _ = make_scheduler()
+    scheduler.add(make_request("a", 3, n=2, max_tokens=3, told_at_end=True, **ENDS))
+    scheduler.add(make_request("b", 3, max_tokens=4, told_at_end=True))
+    scheduler.add(make_request("c", 3, max_tokens=4))
+    found = [run_step(scheduler, token_id)[1] for token_id in (7, 8, STOP_ID, 9)]
+    told = [[(u.request_id, u.sample_index, u.token_ids) for u in updates] for updates in found]
+    assert told == [
+        [("c", 0, (7,))],
+        [("c", 0, (8,))],
+        [("a", 0, (7, 8, STOP_ID)), ("a", 1, (7, 8, STOP_ID)), ("c", 0, (STOP_ID,))],
+        [("b", 0, (7, 8, STOP_ID, 9)), ("c", 0, (9,))],
+    ]
+
+
+def test_what_is_told_at_the_end_is_told_of_who_is_cut_short() -> None:
+    scheduler, kv = make_scheduler(6, 4)
+    scheduler.add(make_request("a", 6, told_at_end=True))
+    hold_blocks(kv, 3)
+    assert scheduler.untold_ids("a", 0) == scheduler.untold_ids("none", 0) == []
+    tokens = []
+    while (plan := scheduler.schedule(0.0)) is not None:
+        tokens.append(5 + len(tokens))
+        assert scheduler.update(answer(plan, tokens[-1]), 0.0) == []
+        assert scheduler.untold_ids("a", 0) == tokens
+    (end,) = scheduler.take_updates()
+    assert end.token_ids == tuple(tokens) and len(tokens) > 2
+    assert end.finish_reason is FinishReason.LENGTH
 
 
 def test_stop_wins_over_length() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,14 @@ from octavo.outputs import RequestKVUsage, RequestMetrics, RequestOutput
 from octavo.stats import EngineStats
 
 if TYPE_CHECKING:
+    from octavo.sched import SeqUpdate
     from octavo.text.tokenizer import Tokenizer
     from octavo.weights.progress import Progress
+
+logger = logging.getLogger("octavo")
+_AT_A_TIME = 8
+"""So many sequences' news become outputs, and are handed out, before the next ones: whoever writes
+them at once has written the first when the last are not looked at yet."""
 
 __all__ = ["AsyncEngine", "EngineInfo", "EngineOptions", "EngineState", "OutputStream"]
 
@@ -206,7 +213,7 @@ class AsyncEngine(EngineLife):
                 self._lose(request_id, StepFailedError(hit.text, request_ids=hit.request_ids))
         self._known = {ended.request_id: (ended.metrics, ended.kv) for ended in message.ended}
         if message.updates:
-            self._take_updates(message)
+            self._take_updates(message.updates)
         for request_id, (metrics, kv) in self._known.items():
             held = self._held.pop(request_id, None)
             if held is not None:
@@ -220,11 +227,19 @@ class AsyncEngine(EngineLife):
         if lost:
             self._send(wire.Abort(lost, is_leak=True))
 
-    def _take_updates(self, message: wire.News) -> None:
+    def _take_updates(self, updates: Sequence[SeqUpdate]) -> None:
+        is_latest = self._process is None or not self._process.has_more
+        if not is_latest:
+            self._hand_out(updates, False)
+            return
+        for first in range(0, len(updates), _AT_A_TIME):
+            self._hand_out(updates[first : first + _AT_A_TIME], True)
+
+    def _hand_out(self, updates: Sequence[SeqUpdate], is_latest: bool) -> None:
         known, streams = self._known, self._streams
-        outputs, stopped = self._outputs.process(message.updates, time.monotonic(), known.get)
+        outputs, stopped = self._outputs.process(updates, time.monotonic(), known.get)
         for seq_id, stop_string in stopped:
-            owner = next(u.request_id for u in message.updates if u.seq_id == seq_id)
+            owner = next(u.request_id for u in updates if u.seq_id == seq_id)
             self._send(wire.Finish(owner, seq_id, stop_string))
         for output in outputs:
             request_id = output.request_id
@@ -232,7 +247,7 @@ class AsyncEngine(EngineLife):
             if stream is None:
                 continue  # left while the others of this step were told
             if not output.finished:
-                stream.put(output)
+                self._put(stream, output, is_latest)
             elif request_id in known:
                 self._deliver_end(request_id, output)
             else:
@@ -243,7 +258,17 @@ class AsyncEngine(EngineLife):
         stream = self._streams.pop(request_id, None)
         self._num_in_a_row = 0
         if stream is not None:
-            stream.put(output)
+            self._put(stream, output, False)
+
+    def _put(self, stream: OutputStream, output: RequestOutput, is_latest: bool) -> None:
+        """Whoever is told at once may fail: that ends this request, and no other's."""
+        try:
+            stream.put(output, is_latest)
+        except Exception as error:
+            logger.exception("request %s: its reader failed", stream.request_id)
+            self._streams.pop(stream.request_id, None)
+            self.abort(stream.request_id)
+            stream.fail(error)
 
     def _lose(self, request_id: str, error: OctavoError) -> None:
         self._outputs.drop(request_id)

@@ -13,6 +13,7 @@ from octavo.engine import gpu
 from octavo.engine.built import BuiltEngine
 from octavo.engine.core import EngineCore
 from octavo.engine.engine import Engine
+from octavo.engine.garbage import look_at_all_again
 from octavo.engine.gpu import OnDevice
 from octavo.engine.input import InputProcessor
 from octavo.engine.output import OutputProcessor
@@ -23,10 +24,10 @@ from octavo.engine.sizing import (
     allocation_policy,
     capped_by,
     kv_dtype,
-    layer_groups,
     longest_table,
     make_plan,
     num_logit_rows,
+    place_layers,
 )
 from octavo.engine.tiers import check_disk_folder, open_disk, why_prefixes_are_not_shared
 from octavo.engine.tokenizers import tokenizer_of
@@ -61,6 +62,15 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
     if config.record is not None:
         check_writable(config.record)
     config = gpu.for_this_machine(config)
+    try:
+        return _build(config, progress)
+    except BaseException:
+        if config.device != "cpu":  # nobody will close it
+            look_at_all_again()
+        raise
+
+
+def _build(config: EngineConfig, progress: Progress | None) -> BuiltEngine:
     before = None if config.device == "cpu" else gpu.before_loading(torch.device(config.device))
     available = memory.available_bytes() if before is None else 0
     files = locate(config.model, config.revision, config.load_format, progress)
@@ -77,14 +87,14 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
         quantization=weights.name,
         attention_backend=cast("AttentionName", model.attention.name),
         max_model_len=plan.max_seq_len,
-        max_num_seqs=min(config.limits().max_num_seqs, plan.num_blocks),
+        max_num_seqs=min(config.limits().max_num_seqs, plan.max_num_seqs),
         kv_cache_memory_bytes=plan.kv_bytes,
         num_gpu_blocks_override=plan.num_blocks,
         enable_prefix_caching=not_shared is None,
         swap_space=plan.host_bytes / 2**30,
         num_threads=torch.get_num_threads(),
     )
-    disk = open_disk(config, files, model, plan.bytes_per_block)
+    disk = open_disk(resolved, files, model.arch, plan)
     try:
         device.store.add_tiers(plan.num_host_blocks, disk)
         core = _core(resolved, device, disk)
@@ -197,7 +207,7 @@ def on_cpu(config: EngineConfig, model: Decoder, available: int) -> OnDevice:
         logits + sampling_bytes(num_rows, arch.vocab_size),
     )
     plan = make_plan(config, model, available, step)
-    model.place_kv([group.layers for group in layer_groups(config, model).groups])
+    place_layers(config, model)
     store = KVStore(
         plan.num_blocks, plan.shape.layers_per_block, arch.kv_num_heads, config.block_size,
         arch.kv_head_dim, kv_dtype(config, model), model.device, planes=arch.kv_planes,
@@ -208,7 +218,7 @@ def on_cpu(config: EngineConfig, model: Decoder, available: int) -> OnDevice:
         model,
         store,
         Workspace(arch, num_tokens, num_rows, model.dtype, model.device),
-        max_num_seqs=min(limits.max_num_seqs, plan.num_blocks),
+        max_num_seqs=min(limits.max_num_seqs, plan.max_num_seqs),
         max_num_tokens=num_tokens,
         max_blocks_per_seq=longest_table(config, plan.max_seq_len),
         num_groups=len(plan.shape.windows),

@@ -122,8 +122,10 @@ class Completion:
         if update.score is not None:
             self.score, self._cumulative = update.score, update.cum_logprob
         by_token = update.finish_reason is FinishReason.STOP
-        last = len(update.token_ids) - 1
-        for i, token_id in enumerate(update.token_ids):
+        first, last = 0, len(update.token_ids) - 1
+        if last > 0 and self.take_plain(update.token_ids[:last]):
+            first = last
+        for i, token_id in enumerate(update.token_ids[first:], first):
             self.token_ids.append(token_id)
             if self._logprobs is not None and update.logprobs:
                 self._add_logprobs(update.logprobs[i])
@@ -171,19 +173,19 @@ class Completion:
     def delta(self) -> CompletionOutput:
         """What came since the last call."""
         parts = self._parts
-        text = "".join(parts)
-        parts.clear()
         first, self._num_given = self._num_given, len(self.token_ids)
-        return CompletionOutput(
-            self.index,
-            text,
-            self.token_ids[first:],
-            self._cumulative,
-            None if self._logprobs is None else self._logprobs[first:],
-            self.finish_reason,
-            self.stop_reason,
-            self.score,
-        )
+        # by hand, as every token of a stream has one: __init__ takes twice as long
+        output = CompletionOutput.__new__(CompletionOutput)
+        output.index = self.index
+        output.text = parts[0] if len(parts) == 1 else "".join(parts)
+        output.token_ids = self.token_ids[first:]
+        output.cumulative_logprob = self._cumulative
+        output.logprobs = None if self._logprobs is None else self._logprobs[first:]
+        output.finish_reason = self.finish_reason
+        output.stop_reason = self.stop_reason
+        output.score = self.score
+        parts.clear()
+        return output
 
     def _add_logprobs(self, entry: TokenLogprobs) -> None:
         assert self._logprobs is not None and self._cumulative is not None

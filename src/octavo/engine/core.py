@@ -62,6 +62,14 @@ class EngineCore(StepLoop):
         """End a sequence because a stop string was found in its text."""
         self.scheduler.finish(seq_id, FinishReason.STOP, stop_reason)
 
+    def has_ended(self, request_id: str, index: int) -> bool:
+        """Whether a sample has ended between two steps, and the next one tells it."""
+        return any(
+            (news.request_id, news.sample_index) == (request_id, index)
+            for news in self._updates
+            if news.finish_reason is not None
+        )
+
     def forget(self, request_id: str) -> None:
         """Drop the record of a request that has ended and been answered."""
         self._stats.pop(request_id, None)

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from octavo.engine.core import EngineCore
 from octavo.engine.input import InputProcessor, Params, Prompt, check_streamable
-from octavo.engine.output import OutputKind, OutputProcessor
+from octavo.engine.output import OutputKind, OutputProcessor, needs_end_only
 from octavo.errors import CapacityError, InvalidRequestError
 from octavo.outputs import RequestOutput
 
@@ -53,6 +55,8 @@ class Engine:
             raise
         if kind is not OutputKind.FINAL_ONLY:
             check_streamable(params)
+        elif needs_end_only(params):
+            request = replace(request, told_at_end=True)
         if self._has_end_to_tell(request_id):
             raise InvalidRequestError(
                 f"request_id {request_id!r} belongs to a request whose end was not told yet: choose"
@@ -78,13 +82,14 @@ class Engine:
             self.outputs.drop(request_id)
             self._ended = [o for o in self._ended if o.request_id != request_id]
             return self.core.abort(request_id)
-        if not self.outputs.has_sample(request_id, index):
+        if not self.outputs.has_sample(request_id, index) or self.core.has_ended(request_id, index):
             return False
         if self.outputs.is_beam_search(request_id):
             raise InvalidRequestError(
                 f"request {request_id} is a beam search, whose beams end together: abort all of it",
                 parameter="index",
             )
+        self.outputs.catch_up(request_id, index, self.core.scheduler.untold_ids(request_id, index))
         self.core.abort(request_id, index)
         last = self.outputs.abort_sample(request_id, index, self.core.clock(), self.core.stats)
         if last is not None:

@@ -22,11 +22,11 @@ from octavo.engine.sizing import (
     StepMemory,
     kv_dtype,
     kv_shape,
-    layer_groups,
     longest,
     longest_table,
     make_plan,
     num_logit_rows,
+    place_layers,
 )
 from octavo.errors import CapacityError, ConfigError
 from octavo.kv.sizing import GPUTerms, MemoryPlan
@@ -157,7 +157,7 @@ def _make(config: EngineConfig, model: Decoder, before: GPUMemory) -> tuple[Work
 
     arch, limits, device = model.arch, config.limits(), model.device
     shape = kv_shape(config, model)
-    model.place_kv([group.layers for group in layer_groups(config, model).groups])
+    place_layers(config, model)
     block_bytes = shape.bytes_per_block(config.block_size)
     store = KVStore(
         1, shape.layers_per_block, arch.kv_num_heads, config.block_size, arch.kv_head_dim,

@@ -14,8 +14,9 @@ from octavo.arch import ModelArch
 from octavo.attention.gather import GatherAttention
 from octavo.config import DEFAULT_MODEL
 from octavo.errors import ModelNotFoundError, TokenizerError
+from octavo.kv_groups import kv_groups
 from octavo.models.registry import build_model
-from octavo.quantization import Quantization
+from octavo.quantization import PLAIN_TYPES, Quantization
 from octavo.text.tokenizer import load_tokenizer
 from octavo.util import human_bytes
 from octavo.weights.gguf_file import GGUFFile
@@ -37,7 +38,10 @@ class LayerGroup:
     window: int
     """Tokens that they look back at; 0: all."""
     bytes_per_token: int
-    """Of KV, in 16 bits a number."""
+    """Of KV, in 16 bits a number, padding included."""
+    num_padding: int = 0
+    """Layers besides that blocks have room for, so that those of all groups are alike
+    (`octavo.kv_groups`)."""
 
     def kept_bytes(self, num_tokens: int) -> int:
         """What a sequence of so many tokens keeps in these layers."""
@@ -54,6 +58,8 @@ class ModelReport:
     arch: ModelArch
     num_params: int
     """Tied ones once."""
+    num_active_params: int
+    """Of them those that a token takes part in: not the experts that it is not sent to."""
     file_bytes: int | None
     """Of the tensors on disk; None: there are none here."""
     weight_bytes: int
@@ -84,6 +90,7 @@ class ModelReport:
             "path": self.path,
             "architecture": self.arch.architecture,
             "num_params": self.num_params,
+            "num_active_params": self.num_active_params,
             "file_bytes": self.file_bytes,
             "weight_bytes": self.weight_bytes,
             "formats": self.formats,
@@ -95,6 +102,7 @@ class ModelReport:
             "layer_groups": [
                 {
                     "num_layers": group.num_layers,
+                    "num_padding": group.num_padding,
                     "window": group.window,
                     "kv_bytes_per_token": group.bytes_per_token,
                 }
@@ -109,7 +117,7 @@ class ModelReport:
             ("model", self.name),
             ("files", self.path),
             ("architecture", f"{self.arch.architecture}: {_shape_text(self.arch)}"),
-            ("parameters", f"{self.num_params:,} ({human_number(self.num_params)})"),
+            ("parameters", self._params_text()),
             ("weights", self._weights_text()),
             ("quantization", self.quantization or "none"),
             ("context", f"{self.arch.max_position_embeddings:,} tokens, {_rope_text(self.arch)}"),
@@ -119,6 +127,13 @@ class ModelReport:
             ("chat template", ", ".join(self.templates) or "none"),
         ]
         return "\n".join(f"{name:13}  {text}" for name, text in rows)
+
+    def _params_text(self) -> str:
+        text = f"{self.num_params:,} ({human_number(self.num_params)})"
+        if self.num_active_params == self.num_params:
+            return text
+        active = human_number(self.num_active_params)
+        return f"{text}, of which a token takes part in {self.num_active_params:,} ({active})"
 
     def _weights_text(self) -> str:
         if self.file_bytes is None:
@@ -160,6 +175,7 @@ def inspect_model(
         path=str(files.path),
         arch=arch,
         num_params=sum(map(math.prod, shapes.values())),
+        num_active_params=_num_active(shapes, arch),
         file_bytes=file_bytes,
         weight_bytes=weight_bytes,
         formats=formats,
@@ -173,6 +189,14 @@ def inspect_model(
 def _is_made(name: str, arch: ModelArch) -> bool:
     """Whether it is a LayerNorm without weights, for which files have no tensor (OLMo 1)."""
     return arch.norm == "layer" and not arch.norm_bias and name.endswith("norm.weight")
+
+
+def _num_active(shapes: Mapping[str, tuple[int, ...]], arch: ModelArch) -> int:
+    sent = sum(math.prod(shape) for name, shape in shapes.items() if ".experts." in name)
+    total = sum(map(math.prod, shapes.values()))
+    if arch.moe is None:
+        return total
+    return total - sent + sent // arch.moe.num_experts * arch.moe.experts_per_token
 
 
 def _expected_bytes(
@@ -201,9 +225,14 @@ def _quantized_size(quantization: Quantization, in_features: int) -> float:
 def layer_groups(arch: ModelArch) -> tuple[LayerGroup, ...]:
     """Layers by their window, those without one first; one as long as the context is none."""
     per_layer = arch.kv_planes * arch.kv_num_heads * arch.kv_head_dim * _ELEMENT_BYTES
-    stated = (arch.window(layer) for layer in range(arch.num_layers))
-    windows = Counter(w if w < arch.max_position_embeddings else 0 for w in stated)
-    return tuple(LayerGroup(num, w, num * per_layer) for w, num in sorted(windows.items()))
+    found = kv_groups(arch, arch.max_position_embeddings)
+    layers: Counter[int] = Counter()
+    for group in found.groups:
+        layers[group.window] += len(group.layers)
+    held = {w: num * found.layers_per_block for w, num in Counter(found.windows).items()}
+    return tuple(
+        LayerGroup(num, w, held[w] * per_layer, held[w] - num) for w, num in layers.items()
+    )
 
 
 def _found(model: str, revision: str | None, progress: Progress | None) -> ModelFiles:
@@ -242,8 +271,8 @@ def _formats(files: ModelFiles) -> dict[str, int]:
 def _quantization(opened: OpenModel, formats: dict[str, int]) -> str | None:
     if opened.quantization is not None:
         return opened.quantization.text
-    largest = next(iter(formats), "F32")
-    return None if largest in ("F64", "F32", "F16", "BF16") else f"GGUF {largest}"
+    kinds = [kind for kind in formats if kind not in PLAIN_TYPES]
+    return f"GGUF {', '.join(kinds)}" if kinds else None
 
 
 def _tokenizer(files: ModelFiles) -> tuple[str, tuple[str, ...]]:
@@ -281,7 +310,8 @@ def _rope_text(arch: ModelArch) -> str:
 
 
 def _group_text(group: LayerGroup) -> str:
-    text = f"{_count(group.num_layers, 'layer')}: {group.bytes_per_token:,} B a token"
+    padding = f" and {group.num_padding} of padding" if group.num_padding else ""
+    text = f"{_count(group.num_layers, 'layer')}{padding}: {group.bytes_per_token:,} B a token"
     if not group.window:
         return f"{text}, all tokens are kept"
     return f"{text} of the last {group.window:,}, at most {human_bytes(group.kept_bytes(10**9))}"

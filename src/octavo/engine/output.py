@@ -104,6 +104,13 @@ class OutputProcessor:
         del self._records[request_id]
         return record.output(now_s, stats)
 
+    def catch_up(self, request_id: str, index: int, token_ids: Sequence[int]) -> None:
+        """A completion that has not ended will be aborted: of a request whose tokens are told at
+        the end, these are what it has so far."""
+        record = self._records[request_id]
+        if record.request.told_at_end:
+            record.completions[index].take_plain(token_ids)
+
     def has_sample(self, request_id: str, index: int) -> bool:
         """Whether a completion is there and has not ended."""
         record = self._records.get(request_id)
@@ -149,6 +156,17 @@ class OutputProcessor:
         return outputs, to_stop
 
 
+def needs_end_only(params: Params) -> bool:
+    """Whether a request's tokens need not be looked at before it has ended, if only its last output
+    is wanted: no stop string ends it, and no logprobs come with them."""
+    return (
+        isinstance(params, SamplingParams)
+        and not params.stop
+        and params.logprobs is params.prompt_logprobs is None
+        and not is_ranked(params)
+    )
+
+
 class _Record:
     """One request: its completions so far and what of them is news."""
 
@@ -168,8 +186,8 @@ class _Record:
         self._prompt_text: Callable[[], str] | None = None
         if prompt is None and texts is not None:
             self._prompt_text = _PromptText(texts, request.prompt_token_ids)
-        self._first_token_s: float | None = None
-        self._last_token_s: float | None = None
+        self._metrics = RequestMetrics(arrival_s=request.arrival_s)
+        """Times as they were noticed here."""
         self._num_unfinished = request.n
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None
         self._prompt_logprobs_of = 0
@@ -180,6 +198,7 @@ class _Record:
             params = SamplingParams(include_stop_str_in_output=params.include_stop_str_in_output)
         elif params.prompt_logprobs is not None:
             self._prompt_logprobs = [None]
+        self._is_plain_delta = kind is OutputKind.DELTA and self._prompt_logprobs is None
         best_of = is_ranked(params)
         self._best_of = params.n if best_of else None
         """Of how many completions the best are returned; None: all are."""
@@ -209,9 +228,7 @@ class _Record:
         if completion.finish_reason is not None or not completion.take_plain(token_ids):
             return False
         if token_ids:
-            self._last_token_s = now_s
-            if self._first_token_s is None:
-                self._first_token_s = now_s
+            self._note_tokens(len(token_ids), now_s)
             if self.is_streamed:
                 self.news[index] = None
         return True
@@ -228,13 +245,19 @@ class _Record:
         self.news[update.sample_index] = None
         num_before = len(completion.token_ids)
         stop = completion.take(update)
-        if len(completion.token_ids) > num_before:
-            self._last_token_s = now_s
-            if self._first_token_s is None:
-                self._first_token_s = now_s
+        num_new = len(completion.token_ids) - num_before
+        if num_new:
+            self._note_tokens(num_new, now_s)
         if completion.finish_reason is not None:
             self._num_unfinished -= 1
         return stop if update.finish_reason is None else None
+
+    def _note_tokens(self, num: int, now_s: float) -> None:
+        metrics = self._metrics
+        metrics.last_token_s = now_s
+        if metrics.first_token_s is None:
+            metrics.first_token_s = now_s
+        metrics.num_generation_tokens += num
 
     def _take_prompt_logprobs(
         self, update: SeqUpdate, found: list[PositionLogprobs | None]
@@ -268,21 +291,20 @@ class _Record:
             output.index = i
         return best
 
-    def _own_metrics(self) -> RequestMetrics:
-        """Times as they were noticed here."""
-        return RequestMetrics(
-            arrival_s=self.request.arrival_s,
-            first_token_s=self._first_token_s,
-            last_token_s=self._last_token_s,
-            num_generation_tokens=sum(len(c.token_ids) for c in self.completions),
-        )
-
     def output(self, now_s: float, stats: Stats | None) -> RequestOutput:
         """The output for now; what was news is none afterwards."""
         request, finished = self.request, self.finished
         known = None if stats is None else stats(request.request_id)
+        if known is None and self._is_plain_delta and not finished:
+            news = self.news
+            told = [self.completions[i].delta() for i in (sorted(news) if len(news) > 1 else news)]
+            news.clear()
+            return RequestOutput.of_news(
+                request.request_id, self._prompt, self._prompt_text, request.prompt_token_ids,
+                told, self._metrics.copy(),
+            )  # fmt: skip
         if known is None:
-            metrics, kv = self._own_metrics(), RequestKVUsage()
+            metrics, kv = self._metrics.copy(), RequestKVUsage()
         else:
             metrics, kv = known[0].copy(), known[1]
         if finished:

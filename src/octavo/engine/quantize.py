@@ -11,11 +11,11 @@ import torch
 from octavo.config import EngineConfig, QuantizationName
 from octavo.errors import ConfigError
 from octavo.ops.cpu import native, qgemm
+from octavo.quantization import PLAIN_TYPES
 from octavo.weights.gguf import GGUFSource
 from octavo.weights.load import OpenModel
 from octavo.weights.source import Keep
 
-_PLAIN_TYPES = ("F32", "F16", "BF16")
 _EMBEDDING = "model.embed_tokens.weight"
 _log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def checkpoint_method(opened: OpenModel) -> QuantizationName | None:
         return None if opened.quantization is None else opened.quantization.method
     if isinstance(opened.source, GGUFSource):
         kinds = opened.source.quantizations()
-        return "gguf" if any(kind not in _PLAIN_TYPES for kind in kinds) else None
+        return "gguf" if any(kind not in PLAIN_TYPES for kind in kinds) else None
     return None if opened.quantization is None else opened.quantization.method
 
 

@@ -281,6 +281,8 @@ class StepLoop:
     def _give_up(self, plans: list[StepPlan], error: BaseException) -> BaseException:
         """The first of these plans has failed. The others, which were launched after it, are given
         up too: they go on where it would have ended. Returns what is to be raised of it."""
+        # Of who ended while one of them was planned nothing is left but news: `abort` must find it.
+        self._updates += self.scheduler.take_updates()
         is_lost = isinstance(error, DeviceLostError)
         is_dead = is_lost or any(plan.moved for plan in plans)
         if is_dead:

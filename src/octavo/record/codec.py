@@ -237,7 +237,7 @@ _DECODE_PLAN: dict[str, Callable[[Json], Any]] = {
 
 
 def _from_request(request: Request) -> Json:
-    values = _changed(request)
+    values = _changed(request, "told_at_end")  # decides nothing, and a replay looks at all
     if "sampler" in values:
         values["sampler"] = _changed(request.sampler)
     if request.beam is not None:

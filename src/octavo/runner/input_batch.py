@@ -7,6 +7,7 @@ numpy indexing over those rows, without a Python loop over tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,10 +45,15 @@ class SeqState:
 
     def append(self, token_id: int) -> None:
         """Add a token that was sampled, or chosen by the scheduler."""
-        if self.num_tokens == len(self._buffer):
-            self._buffer = np.concatenate((self._buffer, np.empty_like(self._buffer)))
-        self._buffer[self.num_tokens] = token_id
-        self.num_tokens += 1
+        self.extend((token_id,))
+
+    def extend(self, token_ids: Sequence[int] | Ints) -> None:
+        """Add several."""
+        end = self.num_tokens + len(token_ids)
+        if end > len(self._buffer):
+            self._buffer = np.concatenate((self._buffer, np.empty(end, dtype=np.int64)))
+        self._buffer[self.num_tokens : end] = token_ids
+        self.num_tokens = end
 
     def token(self, position: int) -> int:
         """Token id at one position."""
@@ -144,6 +150,7 @@ class Sequences:
         if state is None:
             return
         if state.row >= 0:
+            self._row_given_back(state)
             self._free_rows.append(state.row)
         state.row, state.num_blocks = -1, 0
 
@@ -152,7 +159,7 @@ class Sequences:
         if state.row < 0:
             assert self._free_rows, "more sequences have blocks than the tables have rows"
             state.row = self._free_rows.pop()
-            self._row_taken(state.row)
+            self._row_taken(state)
         if seq.replaced is not None:
             index, block_id = seq.replaced
             assert index < state.num_blocks, f"block {index} of {state.num_blocks} is replaced"
@@ -168,8 +175,11 @@ class Sequences:
                 self._set_blocks(group * self._num_rows + state.row, state.num_blocks, block_ids)
             state.num_blocks += len(seq.new_block_ids)
 
-    def _row_taken(self, row: int) -> None:
-        """A row of the tables has a new sequence."""
+    def _row_taken(self, state: SeqState) -> None:
+        """A sequence has got its row of the tables."""
+
+    def _row_given_back(self, state: SeqState) -> None:
+        """It is about to lose it."""
 
     def _set_blocks(self, row: int, first: int, block_ids: tuple[int, ...]) -> None:
         """Write into a row of the tables."""

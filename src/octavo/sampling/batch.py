@@ -9,6 +9,7 @@ import torch
 
 from octavo.request import SamplerParams
 from octavo.sampling.layout import RowLayout
+from octavo.sampling.packed import pack
 from octavo.sampling.penalties import TokenCounts
 from octavo.sampling.random import stream_key
 
@@ -19,8 +20,8 @@ GREEDY_BELOW = 1e-5
 class SeqSampling:
     """One sequence's parameters and the part of its past that they look at."""
 
-    __slots__ = ("counts", "greedy", "key", "num_output", "params", "plain", "single_bans", "tail",
-                 "word_bans")  # fmt: skip
+    __slots__ = ("counts", "greedy", "key", "num_output", "packed", "params", "plain",
+                 "single_bans", "tail", "word_bans")  # fmt: skip
 
     def __init__(
         self, params: SamplerParams, prompt_token_ids: Iterable[int], sample_index: int
@@ -45,6 +46,13 @@ class SeqSampling:
             or params.allowed_token_ids is not None
             or params.min_tokens_masked_ids
             or params.num_logprobs is not None
+        )
+        self.packed = pack(
+            params,
+            self.key,
+            greedy=self.greedy,
+            plain=self.plain,
+            counted=self.counts is not None,
         )
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -93,6 +101,8 @@ class SamplingState:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._seqs: dict[int, SeqSampling] = {}
+        self._num_special = 0
+        """Of them, those that are not plain."""
         self._layout: RowLayout | None = None
 
     def __len__(self) -> int:
@@ -109,8 +119,14 @@ class SamplingState:
         """Start a sequence; `seq_id` was never used before. It has output only as a fork."""
         assert seq_id not in self._seqs, f"sequence {seq_id} is already known to the sampler"
         seq = self._seqs[seq_id] = SeqSampling(params, prompt_token_ids, sample_index)
+        self._num_special += not seq.plain
         if len(output_token_ids):
             seq.extend(output_token_ids)
+
+    @property
+    def all_plain(self) -> bool:
+        """Whether all known sequences are greedy and nothing else: nobody counts what they draw."""
+        return not self._num_special
 
     def params(self, seq_id: int) -> SamplerParams:
         """How a known sequence is sampled."""
@@ -139,7 +155,8 @@ class SamplingState:
 
     def forget(self, seq_id: int) -> None:
         """Drop a sequence; one that never came here is fine."""
-        self._seqs.pop(seq_id, None)
+        seq = self._seqs.pop(seq_id, None)
+        self._num_special -= seq is not None and not seq.plain
 
     def layout(self, rows: Sequence[int], device: torch.device) -> RowLayout:
         """The rows grouped by what they need; kept while the same sequences run on."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from octavo.ops.gpu.sampling import DRAW, GREEDY, TOP
 from octavo.sampling.adjust import bans_of
 from octavo.sampling.batch import SeqSampling
+from octavo.sampling.packed import unpack
 from octavo.sampling.random import uniforms
 
 Ints = NDArray[np.int32]
@@ -42,56 +43,46 @@ class DeviceRows:
 
     def __init__(self, seqs: Sequence[SeqSampling], vocab_size: int) -> None:
         self.seqs, self.vocab_size = list(seqs), vocab_size
-        self.all_plain = all(seq.plain for seq in seqs)
+        columns = unpack(seq.packed for seq in seqs)
+        self.all_plain = bool(columns["plain"].all())
         """Greedy and nothing else."""
         if self.all_plain:
             return
-        params = [seq.params for seq in seqs]
-        self.num_rows = len(params)
-        self.top_k = np.array(
-            [p.top_k if 0 < p.top_k < vocab_size else 0 for p in params], dtype=np.int32
-        )
-        self.top_p = np.array([p.top_p for p in params])
-        self.min_p = np.array([p.min_p for p in params], dtype=np.float32)
-        greedy = np.array([seq.greedy for seq in seqs])
+        self.num_rows = len(columns)
+        top_k, greedy = columns["top_k"], columns["greedy"]
+        self.top_k = np.where((top_k > 0) & (top_k < vocab_size), top_k, 0).astype(np.int32)
+        self.top_p = columns["top_p"].copy()
+        self.min_p = columns["min_p"].astype(np.float32)
         limited = (self.top_k > 0) | (self.top_p < 1.0) | (self.min_p > 0)
         self.modes = np.where(greedy, GREEDY, np.where(limited, TOP, DRAW)).astype(np.int32)
-        temperatures = np.array([p.temperature for p in params])
-        temperatures[greedy] = 1.0
+        temperatures = np.where(greedy, 1.0, columns["temperature"])
         self.rates = (math.log2(math.e) / temperatures).astype(np.float32)
         self.top_rows = np.flatnonzero(self.modes == TOP).astype(np.int32)
         self.draws = not greedy.all()
-        self.penalties = np.array(
-            [[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params],
-            dtype=np.float32,
-        ).T.copy()
-        self._keys = np.array([seq.key for seq in seqs], dtype=np.uint64)
-        self._biases = {row: _bias_of(seq) for row, seq in enumerate(seqs) if seq.params.logit_bias}
-        self._bannable = {
-            row
-            for row, p in enumerate(params)
-            if p.bad_words or (p.min_tokens and p.min_tokens_masked_ids)
-        }
-        counted = {row for row, seq in enumerate(seqs) if seq.counts is not None}
-        self._edited = sorted(self._bannable | counted | set(self._biases))
-        allowed = {
-            row: p.allowed_token_ids
-            for row, p in enumerate(params)
-            if p.allowed_token_ids is not None
-        }
-        self.allowed_rows = np.array(sorted(allowed), dtype=np.int64)
+        self.penalties = np.stack(
+            [columns[name] for name in ("repetition", "frequency", "presence")]
+        ).astype(np.float32)
+        self._keys = columns["key"].copy()
+        edited = columns["bannable"] | columns["counted"] | columns["biased"]
+        self._edited = np.flatnonzero(edited).tolist()
+        self._bannable = set(np.flatnonzero(columns["bannable"]).tolist())
+        biased = np.flatnonzero(columns["biased"]).tolist()
+        self._biases = {row: _bias_of(self.seqs[row]) for row in biased}
+        self.allowed_rows = np.flatnonzero(columns["allowed"])
         self.allowed_places = np.concatenate(
-            [np.zeros(0, np.int64)]
-            + [
-                row * vocab_size + np.unique(np.array(allowed[row], np.int64))
-                for row in sorted(allowed)
+            [
+                np.zeros(0, np.int64),
+                *(row * vocab_size + self._allowed(row) for row in self.allowed_rows.tolist()),
             ]
         )
-        logprobs = [row for row, p in enumerate(params) if p.num_logprobs is not None]
-        self.raw_rows = [row for row in logprobs if row in allowed]
+        self.raw_rows = np.flatnonzero(columns["logprobs"] & columns["allowed"]).tolist()
         """Rows that want logprobs and lose most of their logits: copied before."""
-        self.logprob_rows = self.raw_rows + [row for row in logprobs if row not in allowed]
-        self.num_top = [params[row].num_logprobs or 0 for row in self.logprob_rows]
+        others = np.flatnonzero(columns["logprobs"] & ~columns["allowed"]).tolist()
+        self.logprob_rows: list[int] = self.raw_rows + others
+        self.num_top = [self.seqs[row].params.num_logprobs or 0 for row in self.logprob_rows]
+
+    def _allowed(self, row: int) -> NDArray[np.int64]:
+        return np.unique(np.array(self.seqs[row].params.allowed_token_ids, np.int64))
 
     def numbers(self) -> NDArray[np.float64]:
         """[num_rows] uniform numbers in [0, 1), for each sequence's next position."""

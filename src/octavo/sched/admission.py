@@ -9,9 +9,9 @@ from octavo.errors import ConfigError, InvalidRequestError, RequestCapacityError
 from octavo.kv.manager import KVCacheManager
 from octavo.kv.policy import SeqDemand
 from octavo.request import Request
+from octavo.sched.demand import demand_of, expected_total
 from octavo.sched.events import no_room
 from octavo.sched.promises import num_pinned_for
-from octavo.sched.roster import demand_of, expected_total
 from octavo.sched.sequence import Sequence
 
 _POOL_FLAGS = "--kv-cache-memory-bytes (or --num-gpu-blocks-override)"

@@ -38,8 +38,9 @@ class BeamSearch:
     """Sequences so far, dead ones included."""
     last_step_id: int = -1
     """The last plan in which one of them runs."""
-    restarted_at: int = -1
-    """Tokens of its beams when they last started again together (`Pressure.restart`)."""
+    rejoin_at: int | None = None
+    """Tokens that all beams have in common: one of them computes so many, and the others begin as
+    its forks (`Pressure.restart`). None: each comes back by itself."""
 
     @property
     def running(self) -> tuple[Sequence, ...]:
@@ -71,7 +72,17 @@ class BeamSearch:
         """Tokens that a beam may compute without the others. An only beam has nobody to wait
         for."""
         end = len(beam.token_ids) - (len(self.beams) > 1)
+        if self.rejoin_at is not None:
+            end = self.rejoin_at
         return end - beam.num_computed_tokens
+
+    @property
+    def num_common_tokens(self) -> int:
+        """Tokens with which all beams begin; not the last ones, which they draw from."""
+        texts = [beam.token_ids[:-1] for beam in self.beams]
+        low, high = min(texts), max(texts)
+        pairs = enumerate(zip(low, high, strict=False))
+        return next((i for i, (a, b) in pairs if a != b), len(low))
 
     def tell(self, plan: StepPlan) -> None:
         """Put into a plan what the runner does not know of the beams. To be called with every

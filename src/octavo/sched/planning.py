@@ -69,11 +69,15 @@ class Planner:
         """One token for a decode; for a prompt under way as many as the others leave it."""
         running, plan_ahead = self._roster.running, self._plan_ahead
         grow, by_force, commit = self._kv.grow, self._pressure.grow, self._kv.commit
+        add, new = plan.seqs.append, tuple.__new__
         self._forget_counts()
+        num_plain = 0  # decodes that are in the plan, and whose tokens and seats are not spent yet
         index = 0
         while index < len(running):
             seq = running[index]
             if seq.search is not None:
+                budget.take(num_plain, num_plain)
+                num_plain = 0
                 index = self._serve_beams(plan, budget, seq.search, index)
                 continue
             index += 1
@@ -90,6 +94,8 @@ class Planner:
             start = seq.num_computed_tokens
             num_tokens = num_left = num_known + num_pending - start
             if num_left > 1:
+                budget.take(num_plain, num_plain)
+                num_plain = 0
                 num_tokens = min(num_left, budget.num_tokens_left - self._num_to_serve(index))
             end = start + num_tokens
             growth = grow(seq.seq_id, end, start)
@@ -108,15 +114,14 @@ class Planner:
             # The same, written out for most of those who run in most steps. The runner knows it:
             # what it has in the pool is told with its first blocks, and here none are new.
             assert seq.known_to_runner, f"sequence {seq.seq_id} has blocks that nobody told of"
-            share = (seq.seq_id, start, 1, (), None, True, (), ())
-            plan.seqs.append(tuple.__new__(SeqPlan, share))
+            add(new(SeqPlan, (seq.seq_id, start, 1, (), None, True, (), ())))
             seq.num_pending = num_pending + 1
             seq.num_computed_tokens = end
             group.stats.num_computed_tokens += 1
             if not num_pending:  # else `Scheduler.update` does, when it knows the token
                 commit(seq.seq_id, end)
-            budget.num_tokens_left -= 1
-            budget.num_seats_left -= 1
+            num_plain += 1
+        budget.take(num_plain, num_plain)
 
     def _num_to_serve(self, index: int) -> int:
         """How many of the running ones from there on will want a token in this step.
@@ -157,14 +162,14 @@ class Planner:
             if not num_tokens:
                 budget.take(0)
                 continue
+            if search.last_step_id == plan.step_id:
+                budget.take(0)  # one at a time: where it has no room all of them may give way
+                continue
             num_tokens = min(num_tokens, budget.num_tokens_left - self._num_to_serve(after))
             start = beam.num_computed_tokens
             end = start + num_tokens
             growth = self._kv.grow(beam.seq_id, end, start)
             if growth is None:
-                # Its beams may have to give way; none of them may be in the plan by then. Only
-                # one at a time has more to compute than its last token.
-                assert search.last_step_id != plan.step_id, f"two beams of {beam.seq_id} compute"
                 growth = self._pressure.grow(beam, end, start)
             if growth is None:
                 return index
@@ -212,6 +217,9 @@ class Planner:
             if why is not None:
                 self._pressure.line_blocked(head, why)
                 break
+            if search is not None and search.rejoin_at is not None and search.running:
+                self._rejoin(plan, budget)
+                continue
             is_alone = not roster.running or _are_beams_of(search, roster.running)
             if not self._admission.fits_now(head, num_seats, pool_is_idle=is_alone):
                 if not is_alone:
@@ -229,6 +237,17 @@ class Planner:
                 head.num_reserved = num_seats - 1
             self._compute_first(plan, budget, seq, num_seats)
         self._pressure.passed(dict(roster.waiting.passed))
+
+    def _rejoin(self, plan: StepPlan, budget: StepBudget) -> None:
+        """The head of the line, a beam, begins as a fork of another one. It computes nothing in the
+        plan in which that one computes what they share."""
+        beam = self._roster.rejoin()
+        search, start = beam.search, beam.num_computed_tokens
+        assert search is not None
+        end = start + min(search.num_to_compute(beam), budget.num_tokens_left)
+        has_room = self._kv.can_grow_all([(beam.seq_id, end, start)])
+        if has_room and search.last_step_id != plan.step_id:
+            self._compute_first(plan, budget, beam, 0)
 
     def why_blocked(self, head: Sequence) -> str | None:
         """Why the head of the line could not come in now, if each of those who run, of whom none

@@ -116,18 +116,18 @@ class Pressure:
 
     def restart(self, head: Sequence) -> bool:
         """A beam has no room though only others of its search run: where layers have windows these
-        have given back what it would share, and it may be gone. They start again in an empty pool,
-        where it is not. False if that is no way out, or was tried with these tokens."""
+        have given back what it would share, and it may be gone. One of them computes again what all
+        have in common, and the others are forked from it: that is what admission has counted on.
+        False if that is no way out."""
         search, kv = head.search, self._kv
         if search is None or not any(kv.windows) or not search.running:
             return False
-        if search.restarted_at == len(head.token_ids):
+        if search.rejoin_at is not None:
             return False
-        search.restarted_at = len(head.token_ids)
-        why = "its beams start again together, in an empty pool"
+        search.rejoin_at = search.num_common_tokens
+        why = "its beams start again together, as forks of one"
         victim = Victim(search.running, "recompute", why, 0.0)
         self._preempt(victim, head, f"lacks what its siblings gave back, {self._num_free}")
-        kv.drop_unused()
         return True
 
     def shrink(self, num_blocks: int, num_over: int) -> bool:

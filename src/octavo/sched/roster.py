@@ -8,10 +8,11 @@ from operator import attrgetter
 
 from octavo.config import SchedulingPolicy
 from octavo.kv.manager import KVCacheManager
-from octavo.kv.policy import Preempted, SeqDemand
+from octavo.kv.policy import Preempted
 from octavo.outputs import RequestMetrics
 from octavo.request import FinishReason, Request
 from octavo.sched.beams import BeamState
+from octavo.sched.demand import demand_of
 from octavo.sched.events import EventLog, over_share
 from octavo.sched.fair import ClientQueue, Clients
 from octavo.sched.groups import BeamSearch
@@ -167,10 +168,7 @@ class Roster:
         seq.num_computed_tokens = self._kv.start(
             seq.seq_id, demand_of(seq, num_seqs), group.request.request_id
         )
-        if seq.has_run:
-            self.log.back(seq.seq_id, self.now_s)
-        seq.has_run = True
-        self._run(seq)
+        self._is_back(seq)
         if not group.has_begun:
             group.has_begun = True
             self.clients.begin(group)
@@ -180,6 +178,28 @@ class Roster:
             self.num_prompt_tokens += len(group.request.prompt_token_ids)
             self.log.wait_over(group.request.request_id, group.request.arrival_s, self.now_s)
         return seq
+
+    def _is_back(self, seq: Sequence) -> None:
+        """It has a block table, for the first time or again."""
+        if seq.has_run:
+            self.log.back(seq.seq_id, self.now_s)
+        seq.has_run = True
+        self._run(seq)
+
+    def rejoin(self) -> Sequence:
+        """The head of the line, a beam, comes back as a fork of one at their common tokens' end."""
+        beam = self.waiting.pop()
+        search = beam.search
+        assert search is not None
+        first = search.running[0]
+        assert first.num_computed_tokens == search.rejoin_at, f"beam {first.seq_id} is elsewhere"
+        self._kv.drop_hold(beam.seq_id)
+        self._kv.fork(first.seq_id, beam.seq_id, beam.token_ids)
+        beam.num_computed_tokens = first.num_computed_tokens
+        self._is_back(beam)
+        if len(search.running) == len(search.beams):
+            search.rejoin_at = None
+        return beam
 
     def give_birth(self, carrier: Sequence, *, with_blocks: bool = True) -> None:
         """Those forked from it in a plan get its blocks and run, like any other sequence. Without
@@ -348,34 +368,3 @@ class Roster:
         """A plan has taken over `to_forget` and `to_empty`: begin new lists."""
         self.to_forget = []
         self.to_empty = []
-
-
-def demand_of(seq: Sequence, num_seqs: int = 1) -> SeqDemand:
-    """What a sequence brings, and will need at most; `num_seqs` is how many of its request will
-    run, it and those that will be forked from it.
-
-    If prompt logprobs are asked for, only what it computed before may be found: those tokens'
-    successors were answered.
-    """
-    group = seq.group
-    request = group.request
-    unanswered = request.sampler.num_prompt_logprobs is not None and not group.has_forked
-    return SeqDemand(
-        len(seq.token_ids),
-        group.max_total_tokens,
-        expected_total(request, group.max_total_tokens),
-        token_ids=seq.token_ids,
-        salt=request.cache_salt,
-        resumed=seq.has_run,
-        max_hit_tokens=seq.num_answered if unanswered else None,
-        num_seqs=num_seqs,
-        is_only=not group.is_family,
-        forks_again=seq.search is not None,
-    )
-
-
-def expected_total(request: Request, max_total_tokens: int) -> int | None:
-    """Tokens, prompt and output, that each sequence will have, where that is known."""
-    if request.expected_output_tokens is None:
-        return None
-    return min(len(request.prompt_token_ids) + request.expected_output_tokens, max_total_tokens)

@@ -23,11 +23,9 @@ from octavo.sched.preemption import PreemptionPolicy
 from octavo.sched.pressure import Pressure, PressureTotals
 from octavo.sched.promises import check_pins, check_resize
 from octavo.sched.roster import Roster
-from octavo.sched.sequence import RequestStats, Sequence, SequenceStatus, SeqUpdate
-from octavo.sched.stopping import why_it_ends
+from octavo.sched.sequence import RequestStats, SeqUpdate
 from octavo.sched.stride import QuietSteps, Stride, Strider
-
-_RUNNING = SequenceStatus.RUNNING
+from octavo.sched.tokens import take_tokens
 
 
 class Scheduler:
@@ -199,21 +197,7 @@ class Scheduler:
         self._set_time(now_s)
         self._learn(result)
         updates = self.take_updates()
-        sequences = self.roster.sequences
-        prompt_logprobs = dict(result.prompt_logprobs)
-        for seq_id, token_id, logprobs in result.sampled:
-            seq = sequences.get(seq_id)
-            if seq is None:
-                continue  # it ended while the step ran
-            if seq.group.expected:
-                self.roster.give_birth(seq)
-            self._take_token(seq, token_id)
-            of_token = () if logprobs is None else (logprobs,)
-            of_prompt = tuple(prompt_logprobs.pop(seq_id, ())) if prompt_logprobs else ()
-            updates.append(seq.news((token_id,), of_token, of_prompt))
-        for seq_id, of_chunk in prompt_logprobs.items():
-            if seq_id in sequences:
-                updates.append(sequences[seq_id].news(prompt_logprobs=tuple(of_chunk)))
+        take_tokens(result, self.roster, self._kv, updates)
         if self._draws:
             updates += self._take_candidates(result)
         return updates
@@ -242,23 +226,6 @@ class Scheduler:
                     updates += self._beams.advance(beam.group, candidates)
                     self._pressure.keep_whole(beam.group)
         return updates
-
-    def _take_token(self, seq: Sequence, token_id: int) -> None:
-        group, token_ids, now_s = seq.group, seq.token_ids, self.roster.now_s
-        seq.num_pending = num_pending = seq.num_pending - 1
-        token_ids.append(token_id)
-        if num_pending and seq.status is _RUNNING:  # its KV is computed in a plan under way
-            self._kv.commit(seq.seq_id, len(token_ids))
-        metrics = group.stats.metrics
-        metrics.num_generation_tokens += 1
-        self.roster.num_output_tokens += 1
-        metrics.last_token_s = now_s
-        if metrics.first_token_s is None:
-            metrics.first_token_s = now_s
-        if len(token_ids) >= group.max_total_tokens or token_id in group.stop_ids:
-            ending = why_it_ends(seq)
-            if ending is not None:
-                self.roster.end(seq, *ending)
 
     def take_updates(self) -> list[SeqUpdate]:
         """News that did not wait for a step's result: who ended while a step was planned."""
@@ -360,6 +327,12 @@ class Scheduler:
             return ()
         sequences = group.sequences if group.search is None else group.search.beams
         return tuple(seq.seq_id for seq in sequences)
+
+    def untold_ids(self, request_id: str, index: int) -> list[int]:
+        """Output of a sample that no update has told (`Request.told_at_end`); none if its request
+        is not live."""
+        group = self.roster.groups.get(request_id)
+        return group.sequences[index].output_ids if group and group.told_at_end else []
 
     def request_ids_of(self, seq_ids: Iterable[int]) -> list[str]:
         """The live requests among the owners of these sequences, each once, in arrival order."""

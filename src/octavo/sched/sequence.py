@@ -83,6 +83,8 @@ class SequenceGroup:
     num_unfinished: int = 0
     stop_ids: frozenset[int] = frozenset()
     """Every token that may end a sequence."""
+    told_at_end: bool = False
+    """Whether a sequence's tokens are news only when it has ended."""
     is_family: bool = False
     """Whether it may have several sequences: samples or beams."""
     carrier: Sequence | None = None
@@ -106,6 +108,9 @@ class SequenceGroup:
 
     def __post_init__(self) -> None:
         self.stop_ids = self.request.eos_token_ids | self.request.stop_token_ids
+        self.told_at_end = self.request.told_at_end
+        sampler = self.request.sampler
+        assert not self.told_at_end or sampler.num_logprobs is sampler.num_prompt_logprobs is None
         self.is_family = self.request.n > 1 or self.request.beam is not None
         if self.request.beam is None and not self.request.sampler.needs_past:
             self.ahead_until = self.max_total_tokens - 1  # the next but one is a token of it too
@@ -156,6 +161,11 @@ class Sequence:
     stop_reason: int | str | None = None
 
     @property
+    def output_ids(self) -> list[int]:
+        """Tokens sampled so far."""
+        return self.token_ids[len(self.group.request.prompt_token_ids) :]
+
+    @property
     def num_output_tokens(self) -> int:
         """Tokens sampled so far."""
         return len(self.token_ids) - len(self.group.request.prompt_token_ids)
@@ -175,7 +185,10 @@ class Sequence:
         logprobs: tuple[TokenLogprobs, ...] = (),
         prompt_logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> SeqUpdate:
-        """What it gained, with the state it is in now."""
+        """What it gained, with the state it is in now. All its tokens, where these are told at the
+        end."""
+        if self.group.told_at_end:
+            token_ids = tuple(self.output_ids)
         update = (
             self.group.request.request_id,
             self.sample_index,

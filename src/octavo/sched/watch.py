@@ -11,6 +11,7 @@ from collections import deque
 from typing import Any
 
 from octavo.kv.manager import KVCacheManager
+from octavo.kv.needs import is_plain
 from octavo.kv.node import tokens_of_key
 from octavo.kv.tiers import TierLedger
 from octavo.sched.scheduler import Scheduler
@@ -72,6 +73,8 @@ class PoolWatch:
         self._num_frames += 1
         if full:
             frame["about"] = self._about()
+        if not is_plain(self._kv.windows):
+            frame["groups"] = picture.groups()
         frame["blocks"] = self._blocks(picture, None if full else different)
         return frame | {
             "requests": rows,
@@ -91,8 +94,9 @@ class PoolWatch:
         }
 
     def block(self, block_id: int) -> dict[str, Any]:
-        """All about one block: what it is, who has it, and the tokens in it as far as they are
-        known. Raises `IntegrityError` for a block that does not exist."""
+        """All about one block: what it is, who has it, in the table of which group of layers, at
+        which positions (`start` to `end`, exclusive, of those computed), and the tokens in it as
+        far as they are known. Raises `IntegrityError` for a block that does not exist."""
         pool = self._kv.pool
         refs, node = pool.ref_count(block_id), pool.nodes[block_id]
         owners, tokens = [], () if node is None else tokens_of_key(node.key)
@@ -100,10 +104,11 @@ class PoolWatch:
             if block_id not in table.block_ids:
                 continue
             index = table.block_ids.index(block_id)
-            owner = {"id": table.account.request_id, "seq": table.seq_id, "index": index}
-            owners.append(owner | ({"group": table.group} if len(self._kv.windows) > 1 else {}))
             start = index * pool.block_size
             end = min(start + pool.block_size, table.num_committed)
+            owner = {"id": table.account.request_id, "seq": table.seq_id, "index": index}
+            owner |= {"group": table.group, "start": start, "end": max(start, end)}
+            owners.append(owner)
             own = tuple(table.token_ids[start:end])
             if len(own) > len(tokens):
                 tokens = own

@@ -107,6 +107,21 @@ class Picture:
         different, has_moved = self._look(changed, number, partial)
         return different, was_resized, has_moved
 
+    def groups(self) -> list[list[int]]:
+        """Of each group of layers how many blocks it has in tables, each counted once; and how many
+        it has given back of those who run, as they are behind its window. As of the last look."""
+        counts = [[0, 0] for _ in self._kv.windows]
+        for table in self._kv.tables():
+            one = counts[table.group]
+            one[0] += len(table.block_ids) - table.num_dropped
+            one[1] += table.num_dropped
+        pins = self._pool.pins
+        for block_id in self.shared:
+            first = self._first[block_id]
+            assert first is not None, "what is shared is in tables"
+            counts[first.group][0] -= self.refs[block_id] - pins.get(block_id, 0) - 1
+        return counts
+
     # -- what may have changed
 
     def _scan_tables(

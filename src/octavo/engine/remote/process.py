@@ -92,6 +92,15 @@ class EngineProcess:
             with contextlib.suppress(zmq.Again):
                 self._to_engine.send(self._encode(message), zmq.NOBLOCK)
 
+    @property
+    def has_more(self) -> bool:
+        """Whether another message has come that was not taken yet."""
+        if self._is_closed:
+            return False
+        events = self._from_engine.getsockopt(zmq.EVENTS)
+        assert isinstance(events, int)
+        return bool(events & zmq.POLLIN)
+
     def _read(self) -> None:
         """Take what is there. The descriptor tells of news only once, so all has to be taken, or
         this has to come again."""

@@ -8,11 +8,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import InvalidRequestError
+from octavo.kv.needs import is_plain
+from octavo.kv_groups import kv_groups
 
 if TYPE_CHECKING:
-    from octavo.sched.watch import PoolWatch
-
     from octavo.engine.built import BuiltEngine
+    from octavo.sched.watch import PoolWatch
 
 
 class Questions:
@@ -37,8 +38,12 @@ class Questions:
 
     def about_frame(self) -> dict[str, Any]:
         """What a full frame says of the engine, besides the pool."""
-        config = self._built.config
-        return {
+        config, windows = self._built.config, self._built.plan.shape.windows
+        layers = {}
+        if not is_plain(windows):  # a window that no sequence outgrows is none
+            groups = kv_groups(self._built.arch, max(windows) + 1).groups
+            layers = {"layers": [list(group.layers) for group in groups]}
+        return layers | {
             "model": config.model,
             "scheduling_policy": config.scheduling_policy,
             "max_model_len": config.max_model_len,

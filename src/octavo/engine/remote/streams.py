@@ -20,8 +20,9 @@ class OutputStream(AsyncIterator[RequestOutput]):
         """leave: told once when the request is not wanted any more before its end, from any thread.
         merges: outputs are differences, to be joined; else the last one says all."""
         self.request_id = request_id
-        self.on_news: Callable[[], None] | None = None
-        """Called in the event loop when there is something to take and was not before."""
+        self.on_news: Callable[[bool], None] | None = None
+        """Called in the event loop when there is something to take and was not before. True:
+        nothing else is known to come, so that it is best taken now."""
         self.on_put: Callable[[RequestOutput], None] | None = None
         """Told of every output as it comes, before it is merged."""
         self.on_end: Callable[[BaseException | None], None] | None = None
@@ -86,8 +87,8 @@ class OutputStream(AsyncIterator[RequestOutput]):
 
     # -- the engine's side
 
-    def put(self, output: RequestOutput) -> None:
-        """News."""
+    def put(self, output: RequestOutput, is_latest: bool = False) -> None:
+        """News. is_latest: no more have come from the engine so far."""
         if self._is_over:
             return
         if self.on_put is not None:
@@ -98,7 +99,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
             self._pending = joined(self._pending, output) if self._merges else output
             return
         self._pending = output
-        self._wake()
+        self._wake(is_latest)
 
     def fail(self, error: BaseException) -> None:
         """There will be no more outputs."""
@@ -113,11 +114,11 @@ class OutputStream(AsyncIterator[RequestOutput]):
         if on_end is not None:
             on_end(error)
 
-    def _wake(self) -> None:
+    def _wake(self, is_latest: bool = False) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
         if self.on_news is not None:
-            self.on_news()
+            self.on_news(is_latest)
 
 
 def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:

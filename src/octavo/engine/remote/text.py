@@ -58,16 +58,25 @@ class TextSide:
         **variables: Any,
     ) -> list[int]:
         """A conversation as token ids."""
-        if variables.get("tools") and "tool_use" in self._needed().chat_templates:
+        has_tools = bool(variables.get("tools"))
+        if has_tools and "tool_use" in self._needed().chat_templates:
             chat_template = chat_template or "tool_use"
+        template = self._template(chat_template)
+        if has_tools and not template.knows_tools:
+            raise InvalidRequestError(
+                "the model's chat template knows no tools: leave them out, or describe them in a "
+                "message",
+                parameter="tools",
+            )
         render = partial(
-            self._template(chat_template).render,
+            template.render,
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             **variables,
         )
-        text = render() if len(messages) < 64 else await asyncio.to_thread(render)
+        is_short = len(messages) < 64 and not has_tools  # each may be a megabyte of small objects
+        text = render() if is_short else await asyncio.to_thread(render)
         # The template writes the special tokens itself; adding them again would double them.
         return await self.encode(text, add_special_tokens=False)
 

@@ -8,20 +8,20 @@ the host: the kernel takes it from `last_tokens`.
 from __future__ import annotations
 
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.attention.base import AttentionWork
 from octavo.ops.gpu import inputs as kernels
 from octavo.ops.gpu.memory import PinnedRing
-from octavo.plan import SeqPlan
+from octavo.plan import SeqFork, SeqPlan
 from octavo.runner.gpu.cutting import NO_TILES, Cutter, Shape, Words
-from octavo.runner.gpu.layout import Layout, Room, Sizes
+from octavo.runner.gpu.layout import Layout, Room, Sizes, Writer
 from octavo.runner.gpu.steps import NO_STEP, NONE, NUM_BUFFERS, DeviceStep, HostStep
+from octavo.runner.gpu.tokens import RecentTokens, Sampled
 from octavo.runner.input_batch import Ints, SeqState, Sequences
 from octavo.util import cdiv
 
@@ -51,6 +51,7 @@ class GpuInputs(Sequences):
         assert self._tables.size < 2**31, "block tables beyond 32-bit places"
         self.device, self.cutter = device, Cutter(shape)
         self._with_prompt_lens = with_prompt_lens
+        self.recent = RecentTokens(max_num_seqs)
         self._known_on_device = np.full(max_num_seqs, -1, dtype=np.int64)
         # [max_num_seqs] position of the token in `last_tokens`, by row; -1: none.
         self._changed_cells: list[int] = []
@@ -96,8 +97,22 @@ class GpuInputs(Sequences):
         self._changed_cells.extend(range(place, place + len(block_ids)))
         self._new_blocks.extend(block_ids)
 
-    def _row_taken(self, row: int) -> None:
-        self._known_on_device[row] = -1
+    def _row_taken(self, state: SeqState) -> None:
+        self._known_on_device[state.row] = -1
+        self.recent.begin(state)
+
+    def _row_given_back(self, state: SeqState) -> None:
+        self.recent.end(state)
+
+    def _fork(self, fork: SeqFork) -> None:
+        self._with_all_tokens(fork.parent_id)
+        super()._fork(fork)
+
+    def _with_all_tokens(self, seq_id: int) -> SeqState:
+        state = self.seqs[seq_id]
+        if state.row >= 0:
+            self.recent.move(state)
+        return state
 
     def _rename_blocks(self, moved: list[tuple[int, int]]) -> None:
         super()._rename_blocks(moved)
@@ -124,16 +139,15 @@ class GpuInputs(Sequences):
 
     def describe(self, seqs: list[SeqPlan]) -> HostStep:
         """The arrays of a step that computes `seqs`."""
-        columns = dict(zip(SeqPlan._fields, zip(*seqs, strict=True), strict=True))
-        ids, count_of, samples = columns["seq_id"], columns["num_tokens"], columns["sample"]
-        states = [self.seqs[seq_id] for seq_id in ids]
-        num_seqs = len(states)
-        rows = np.fromiter([state.row for state in states], np.int64, num_seqs)
-        starts = np.fromiter(columns["start"], np.int64, num_seqs)
+        ids, start_of, count_of, _, _, samples, _, _ = zip(*seqs, strict=True)
+        known, num_seqs = self.seqs, len(ids)
+        rows = np.fromiter([known[seq_id].row for seq_id in ids], np.int64, num_seqs)
+        starts = np.fromiter(start_of, np.int64, num_seqs)
         assert int(rows.min()) >= 0, "a sequence without blocks is in the plan"
         prompt_lens = NONE
         if self._with_prompt_lens:
-            prompt_lens = np.fromiter((s.num_prompt_tokens for s in states), np.int64, num_seqs)
+            lens = [known[seq_id].num_prompt_tokens for seq_id in ids]
+            prompt_lens = np.fromiter(lens, np.int64, num_seqs)
         num_decodes = count_of.count(1)
         if num_decodes == num_seqs:
             counts, order = np.ones(num_seqs, dtype=np.int64), None
@@ -143,44 +157,43 @@ class GpuInputs(Sequences):
             order = np.argsort(counts != 1, kind="stable")
             ends = np.empty(num_seqs, dtype=np.int64)
             ends[order] = counts[order].cumsum() - 1
-        seq_ids, sampling = list(ids), states
+        seq_ids = list(ids)
         last_rows, sample_rows, sample_positions = ends, rows, starts + counts
         if not all(samples):
             chosen = np.fromiter(samples, np.bool_, num_seqs)
-            seq_ids, sampling = list(compress(ids, samples)), list(compress(states, samples))
+            seq_ids = list(compress(ids, samples))
             last_rows, sample_rows = ends[chosen], rows[chosen]
             sample_positions = sample_positions[chosen]
         if order is not None:
             rows, starts, counts = rows[order], starts[order], counts[order]
-            states = [states[i] for i in order.tolist()]
+            ids = tuple([ids[i] for i in order.tolist()])
             prompt_lens = prompt_lens[order] if self._with_prompt_lens else prompt_lens
         return HostStep(
             rows=rows,
             starts=starts,
             counts=counts,
-            token_ids=self._token_ids(states, rows, starts, counts, num_decodes),
+            token_ids=self._token_ids(ids, rows, starts, counts, num_decodes),
             num_decodes=num_decodes,
             last_rows=last_rows,
             sample_rows=sample_rows,
             sample_positions=sample_positions,
             seq_ids=seq_ids,
-            states=sampling,
             prompt_lens=prompt_lens,
         )
 
     def _token_ids(
-        self, states: list[SeqState], rows: Ints, starts: Ints, counts: Ints, num_decodes: int
+        self, seq_ids: tuple[int, ...], rows: Ints, starts: Ints, counts: Ints, num_decodes: int
     ) -> Ints:
         on_device = self._known_on_device[rows[:num_decodes]] == starts[:num_decodes]
         token_ids = np.full(num_decodes, -1, dtype=np.int64)
         for i in (~on_device).nonzero()[0].tolist():
-            token_ids[i] = states[i].token(int(starts[i]))
-        if num_decodes == len(states):
+            token_ids[i] = self._with_all_tokens(seq_ids[i]).token(int(starts[i]))
+        if num_decodes == len(seq_ids):
             return token_ids
         chunks = [
-            state.tokens(start, start + count)
-            for state, start, count in zip(
-                states[num_decodes:], starts[num_decodes:].tolist(), counts[num_decodes:].tolist(),
+            self._with_all_tokens(seq_id).tokens(start, start + count)
+            for seq_id, start, count in zip(
+                seq_ids[num_decodes:], starts[num_decodes:].tolist(), counts[num_decodes:].tolist(),
                 strict=True,
             )
         ]  # fmt: skip
@@ -189,6 +202,14 @@ class GpuInputs(Sequences):
     def sampled_on_device(self, rows: Ints, positions: Ints) -> None:
         """`last_tokens` of these rows will hold the tokens at these positions."""
         self._known_on_device[rows] = positions
+
+    def learn(self, sampled: Sampled, token_ids: list[int]) -> None:
+        """The tokens of a step are known. Who was forgotten meanwhile learns in vain."""
+        gone = self.recent.take(sampled, np.array(token_ids, dtype=np.int64))
+        for place in gone.tolist():
+            state = self.seqs.get(sampled.seq_ids[place])
+            if state is not None:
+                state.append(token_ids[place])
 
     def clear_tables(self) -> None:
         """All blocks are block 0, for steps of no sequence's. Only while there are none."""
@@ -224,7 +245,7 @@ class GpuInputs(Sequences):
         places, items, tiles, fresh = self._cut(step, seq_lens, room)
         num_seqs, decode_lens = places.layout.sizes.num_seqs, seq_lens[: step.num_decodes]
         turn = self._staging.next()
-        put = _Writer(self._staged[turn], places.layout)
+        put = Writer(self._staged[turn], places.layout)
         put("rows", step.rows, 0)
         put("seq_lens", seq_lens, 0)
         put("query_start", _starts(step.counts, num_seqs, room is not None and not room.mixed), 0)
@@ -350,23 +371,6 @@ class _Places(NamedTuple):
     """All of it, on the device."""
     staged: list[Tensor]
     """The same in each of the host's buffers."""
-
-
-class _Writer:
-    """Fills the sections of a buffer; what is left of a section is padding."""
-
-    __slots__ = ("spans", "words")
-
-    def __init__(self, words: NDArray[np.int32], layout: Layout) -> None:
-        self.words, self.spans = words, layout.spans
-
-    def __call__(self, name: str, values: NDArray[Any] | list[int], padding: int) -> None:
-        span, num = self.spans[name], len(values)
-        start, stop = span.start, span.stop
-        if num:
-            self.words[start : start + num] = values
-        if start + num < stop:
-            self.words[start + num : stop] = padding
 
 
 def _starts(counts: Ints, num_seqs: int, one_each: bool) -> Ints:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from octavo.ops.gpu.launch import ALIGNMENT
 from octavo.util import cdiv
@@ -73,3 +76,20 @@ class Layout:
             self.spans[name] = slice(start, start + num)
             start += cdiv(num, _ALIGNED_WORDS) * _ALIGNED_WORDS
         self.num_words = start
+
+
+class Writer:
+    """Fills the sections of a buffer; what is left of a section is padding."""
+
+    __slots__ = ("spans", "words")
+
+    def __init__(self, words: NDArray[np.int32], layout: Layout) -> None:
+        self.words, self.spans = words, layout.spans
+
+    def __call__(self, name: str, values: NDArray[Any] | list[int], padding: int) -> None:
+        span, num = self.spans[name], len(values)
+        start, stop = span.start, span.stop
+        if num:
+            self.words[start : start + num] = values
+        if start + num < stop:
+            self.words[start + num : stop] = padding

@@ -40,10 +40,11 @@ from octavo.runner.gpu.steps import (
     longest_chunks,
     scratch_step,
 )
+from octavo.runner.gpu.tokens import Sampled
 from octavo.runner.kv_store import MAX_SLOTS, KVStore
 from octavo.sampling.batch import SeqSampling
 from octavo.sampling.device import DeviceSampler
-from octavo.sampling.sampler import Sampled
+from octavo.sampling.sampler import Sampled as Drawn
 from octavo.weights.progress import Progress
 
 _ALL_AT_ONCE = SamplerParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, num_logprobs=1)
@@ -54,11 +55,13 @@ class _Group(NamedTuple):
     """Sequences that sample in one step."""
 
     seq_ids: list[int]
-    seqs: list[SeqSampling]
-    all_plain: bool
-    """Greedy and nothing else."""
+    special: list[SeqSampling]
+    """Those that are not plain (greedy and nothing else): it matters how many tokens they have."""
     learners: list[tuple[int, SeqSampling]]
     """(Place, sequence) of those for which it matters what was drawn."""
+
+
+_ALL_PLAIN = _Group([], [], [])
 
 
 class Transient(NamedTuple):
@@ -111,7 +114,7 @@ class GpuRunner(RunnerBase):
         self.graphs = StepGraphs(device, self._calls_of)
         max_rows = len(workspace.logits)
         self.sampler = DeviceSampler(model.arch.vocab_size, max_rows, device)
-        self._group = _Group([], [], True, [])
+        self._group = _ALL_PLAIN
         self._answers = Answers(max_num_seqs, device)
         self._latest: deque[PendingStep] = deque(maxlen=NUM_BUFFERS)
         """Steps that may be under way: kept if the device is lost. (One whose launch fails is kept
@@ -146,7 +149,7 @@ class GpuRunner(RunnerBase):
 
     def _launch(self, plan: StepPlan, answer: Answer) -> PendingStep:
         traffic = self._apply(plan)
-        pending = PendingStep(plan.step_id, traffic, answer, self)
+        pending = PendingStep(plan.step_id, traffic, answer, self.inputs, self)
         if plan.seqs:
             answer.begin()
             pending.computes = True
@@ -154,7 +157,7 @@ class GpuRunner(RunnerBase):
             logits, rows = self._compute(plan, step, pending)
             if step.seq_ids:
                 self._choose(plan, step, logits, rows, pending)
-        answer.fetch(None if pending.draw else self._answer[: len(pending.seq_ids)])
+        answer.fetch(None if pending.draw else self._answer[: len(pending.sampled.seq_ids)])
         return pending
 
     def _compute(
@@ -204,34 +207,33 @@ class GpuRunner(RunnerBase):
         self, plan: StepPlan, step: HostStep, logits: Tensor, rows: Tensor, pending: PendingStep
     ) -> None:
         """Settle what each row draws. `_best` has been there: greedy rows have their token."""
-        seq_ids, states = step.seq_ids, step.states
-        new = (step.sample_rows, step.sample_positions)
+        seq_ids, new = step.seq_ids, (step.sample_rows, step.sample_positions)
         if plan.beams or plan.extra_draws:
             check_finite(logits, seq_ids)
             pending.candidates, seq_ids, logits = self._draw_beams(plan, seq_ids, logits)
             if len(seq_ids) < len(step.seq_ids):
                 kept = set(seq_ids)
                 places = [i for i, seq_id in enumerate(step.seq_ids) if seq_id in kept]
-                new, states = (new[0][places], new[1][places]), [states[i] for i in places]
+                new = (new[0][places], new[1][places])
                 index = torch.tensor(places, dtype=torch.int64, device=self.device)
                 rows = rows.index_select(0, index)
                 tokens, finite = (x.index_select(0, index) for x in (self._tokens, self._finite))
                 self._take(tokens, finite, rows)
             if plan.extra_draws:
                 pending.further = self._draw_further(plan.extra_draws, seq_ids, logits)
-        pending.seq_ids, pending.states = seq_ids, states
         if not seq_ids:
             return
+        pending.sampled = Sampled(seq_ids, *new, self.inputs.recent.tenures(new[0]))
         group = self._group_of(seq_ids)
         pending.learners = group.learners
-        if not group.all_plain:
+        if group.special:
             pending.draw = draw = self.sampler.launch(logits, seq_ids, self.sampling)
             self._take(draw.token_ids, draw.finite, rows)
-        for seq in group.seqs:
+        for seq in group.special:
             seq.advance()
         self.inputs.sampled_on_device(*new)
 
-    def _drawn_now(self, logits: Tensor, seq_ids: list[int]) -> Sampled:
+    def _drawn_now(self, logits: Tensor, seq_ids: list[int]) -> Drawn:
         # A seed's tokens shall not depend on whether a sample shares its prompt's step.
         draw = self.sampler.launch(logits, seq_ids, self.sampling)
         if self.device.type == "cuda":
@@ -240,12 +242,14 @@ class GpuRunner(RunnerBase):
 
     def _group_of(self, seq_ids: list[int]) -> _Group:
         """Kept while the same sequences run on."""
+        if self.sampling.all_plain:
+            return _ALL_PLAIN
         if self._group.seq_ids != seq_ids:
             seqs = self.sampling.sequences(seq_ids)
             learners = [
                 (i, s) for i, s in enumerate(seqs) if s.counts is not None or s.tail is not None
             ]
-            self._group = _Group(seq_ids, seqs, all(seq.plain for seq in seqs), learners)
+            self._group = _Group(seq_ids, [seq for seq in seqs if not seq.plain], learners)
         return self._group
 
     # -- recorded steps

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo.attention.base import AttentionWork
 from octavo.runner.gpu.layout import MAX_MIXED_TOKENS
-from octavo.runner.input_batch import Ints, SeqState
+from octavo.runner.input_batch import Ints
 from octavo.util import cdiv
 
 NUM_BUFFERS = 3
@@ -38,8 +38,6 @@ class HostStep:
     """[num_samples] positions of the tokens that they sample."""
     seq_ids: list[int]
     """[num_samples] the same sequences."""
-    states: list[SeqState]
-    """[num_samples] what is remembered of them."""
     prompt_lens: Ints
     """[num_seqs]; only where rope depends on them."""
 
@@ -74,7 +72,6 @@ NO_STEP = HostStep(
     sample_rows=NONE,
     sample_positions=NONE,
     seq_ids=[],
-    states=[],
     prompt_lens=NONE,
 )
 """A step of nothing: in a recorded step all is padding."""
@@ -96,7 +93,6 @@ def scratch_step(num_decodes: int, chunks: list[int]) -> HostStep:
         sample_rows=np.full(num_seqs, -1, dtype=np.int64),
         sample_positions=counts,
         seq_ids=list(range(-num_seqs, 0)),
-        states=[],
         prompt_lens=counts,
     )
 
