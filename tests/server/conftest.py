@@ -81,7 +81,7 @@ class Server:
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         return self.call("/v1/completions", body | fields)
 
-    def wait(self, seconds: float = 30) -> int:
+    def wait(self, seconds: float = START_S) -> int:
         return self.process.wait(seconds)
 
     def until(self, true: Callable[[], bool], seconds: float = 60) -> None:

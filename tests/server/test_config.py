@@ -34,6 +34,8 @@ CASES: dict[str, str] = {
     "root_path": "test_config.py::test_a_proxys_path",
     "served_model_name": "test_config.py::test_names",
     "chat_template": "test_config.py::test_a_template_of_ones_own",
+    "enable_auto_tool_choice": "test_config.py::test_calls_of_tools_are_looked_for",
+    "tool_call_parser": "test_config.py::test_calls_of_tools_are_looked_for",
     "max_body_bytes": "test_config.py::test_max_body_bytes",
     "max_prompts": "test_config.py::test_max_of_a_request",
     "max_n": "test_config.py::test_max_of_a_request",
@@ -85,6 +87,8 @@ def test_no_case_is_left_over() -> None:
         ({"ssl_keyfile": "k"}, "--ssl-certfile"),
         ({"ssl_ca_certs": "k"}, "--ssl-certfile"),
         ({"root_path": "x/"}, "--root-path"),
+        ({"tool_call_parser": "hermes"}, "--enable-auto-tool-choice"),
+        ({"enable_auto_tool_choice": True}, "--tool-call-parser"),
     ],
 )
 def test_what_cannot_be_is_refused(values: dict[str, Any], told: str) -> None:
@@ -104,14 +108,16 @@ def test_loopback() -> None:
 def flagged(launch: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """One server with many flags."""
     template = tmp_path_factory.mktemp("template") / "t.jinja"
-    template.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    template.write_text(
+        "{% if tools %}{% endif %}{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    )
     server = launch(
         "--host", "0.0.0.0", "--insecure", "--chat-template", str(template),
         "--allowed-origins", "http://page.example", "--root-path", ROOT,
         "--served-model-name", "first", "second", "--max-body-bytes", "3000", "--max-prompts", "2",
         "--max-n", "2", "--max-output-tokens", "20", "--compat", "lenient", "--log-format", "json",
         "--log-requests", "--log-prompts", "--log-level", "info", "--slow-reader-timeout-s", "0.3",
-        "--no-dashboard",
+        "--no-dashboard", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
     )  # fmt: skip
     server.url = server.url.replace("0.0.0.0", "127.0.0.1").removesuffix(ROOT)
     yield server
@@ -156,6 +162,15 @@ def test_a_template_by_name_is_left_to_the_model_and_a_missing_file_is_not(tmp_p
     assert _template(ServeConfig(chat_template="tool_use")) == "tool_use"
     with pytest.raises(ConfigError, match=r"none\.jinja cannot be read"):
         _template(ServeConfig(chat_template=str(tmp_path / "none.jinja")))
+
+
+def test_calls_of_tools_are_looked_for(flagged: Any, server: Any) -> None:
+    """What the answers then are is shown by scripted engines."""
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "tools": [tool]}
+    assert flagged.call("/v1/chat/completions", body).status == 200
+    refused = server.call("/v1/chat/completions", body)
+    assert refused.status == 400 and "--enable-auto-tool-choice" in refused.error["message"]
 
 
 def test_the_dashboard(flagged: Any, server: Any) -> None:

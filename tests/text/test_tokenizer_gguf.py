@@ -262,7 +262,7 @@ GOLDEN = [  # from the model's tokenizer.json
 def test_default_model(default_model_path: Path) -> None:
     start = time.process_time()
     tokenizer = load_tokenizer(default_model_path)
-    assert time.process_time() - start < 1.0  # 0.3 s where nothing else runs
+    assert time.process_time() - start < 2.0  # 0.3 s where nothing else runs
     for text, ids in GOLDEN:
         assert tokenizer.encode(text) == ids
         assert tokenizer.decode(ids, skip_special_tokens=False) == text

@@ -227,17 +227,19 @@ class _Watch:
         self.num_completions = _num_completions(params)
         self.last: RequestOutput | None = None
         self._num_asked, self._num_made = size, 0
-        self._metrics = call._state.metrics
+        self._news = call._state.metrics.news
         self._at_s: float | None = None
 
     def put(self, output: RequestOutput) -> None:
         """News; of a stream of differences also the time since those before."""
-        num = sum(len(completion.token_ids) for completion in output.outputs)
+        num = 0
+        for completion in output.outputs:
+            num += len(completion.token_ids)
         now = time.monotonic()
         if not self._num_made:
             self._num_made = len(output.prompt_token_ids)
         elif self._at_s is not None and num:
-            self._metrics.news(num, now - self._at_s)
+            self._news(num, now - self._at_s)
         self._num_made += num
         self._at_s = now
         if output.finished:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from octavo.errors import ConfigError
+from octavo.server.tools.parsers import ParserName
 from octavo.util import flag_name
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -52,6 +53,11 @@ class ServeConfig:
     chat_template: str | None = None
     """File with a Jinja chat template, or the name of one of the model's, to use instead of its
     usual one."""
+    enable_auto_tool_choice: bool = False
+    """Find the model's calls of tools in its answers (tool_choice auto); needs --tool-call-parser.
+    """
+    tool_call_parser: ParserName | None = None
+    """How the model writes calls of tools: hermes (Hermes, Qwen), llama3_json or mistral."""
     max_body_bytes: int = 32 * 2**20
     """Largest request body."""
     max_prompts: int = 256
@@ -118,6 +124,10 @@ class ServeConfig:
             raise ConfigError("TLS needs both: give --ssl-keyfile and --ssl-certfile")
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:
             raise ConfigError("--ssl-ca-certs is for TLS: give --ssl-certfile and --ssl-keyfile")
+        if self.enable_auto_tool_choice != (self.tool_call_parser is not None):
+            raise ConfigError(
+                "tools need both: give --enable-auto-tool-choice and --tool-call-parser"
+            )
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise self._refusal("root_path", "must begin with / and not end with it")
 

@@ -18,22 +18,21 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from octavo.config import EngineConfig
 from octavo.engine.async_engine import AsyncEngine, EngineOptions, EngineState
 from octavo.errors import ConfigError, InvalidRequestError
 from octavo.server.app import create_app
 from octavo.server.config import ServeConfig
+from octavo.server.connection import Connection
 from octavo.server.errors import AbortedError
 from octavo.server.keys import KeyRing, load_keys
 from octavo.server.logs import set_up_logs
 from octavo.server.metrics import Metrics
 from octavo.server.routers import routers
-from octavo.server.sse import DROP_EXTENSION
 from octavo.server.state import ServerState
 from octavo.server.tracing import Tracer
 
@@ -43,12 +42,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("octavo.server")
 _BACKLOG = 4096
 _KEEP_ALIVE_S = 75
-_MAX_HEAD_BYTES = 128 * 2**10
-"""Of a request line and its headers."""
-_HEAD_TOO_LARGE = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
-    b"connection: close\r\ncontent-length: 0\r\n\r\n"
-)
 _FLUSH_S = 5.0
 """For the last words of aborted requests."""
 
@@ -167,35 +160,6 @@ def _raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-class _Protocol(HttpToolsProtocol):
-    """Lets responses cut the connection of a client that does not read, and bounds what comes in
-    front of a body."""
-
-    _num_head_bytes: int | None = None
-    """Of the head that is being read."""
-
-    def data_received(self, data: bytes) -> None:
-        """Bytes of the client's."""
-        super().data_received(data)
-        if self._num_head_bytes is not None:
-            self._num_head_bytes += len(data)
-            if self._num_head_bytes > _MAX_HEAD_BYTES:
-                self.transport.write(_HEAD_TOO_LARGE)
-                self.transport.close()
-
-    def on_headers_complete(self) -> None:
-        """A head is there."""
-        self._num_head_bytes = None
-        super().on_headers_complete()
-
-    def on_message_begin(self) -> None:
-        """A head begins."""
-        self._num_head_bytes = 0
-        super().on_message_begin()
-        scope = cast("dict[str, Any]", self.scope)
-        scope.setdefault("extensions", {})[DROP_EXTENSION] = self.transport.abort
-
-
 class _Http(uvicorn.Server):
     """Leaves signals to others."""
 
@@ -231,7 +195,7 @@ async def _main(
     http = _Http(
         uvicorn.Config(
             create_app(state, routers(config)),
-            loop="none", http=_Protocol, ws="none", lifespan="off",
+            loop="none", http=Connection, ws="none", lifespan="off",
             log_config=None, access_log=False, server_header=False, backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=int(_FLUSH_S),
             ssl_keyfile=config.ssl_keyfile, ssl_certfile=config.ssl_certfile,

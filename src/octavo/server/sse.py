@@ -1,8 +1,8 @@
 """Server-sent events: the outputs of engine requests written as they come.
 
-A token costs no task switch: the engine's news are rendered and handed to the ASGI server in a
-callback of the event loop. A task wakes only when the client reads too slowly, is gone, or the end
-has come.
+A token costs no task switch: the engine's news are rendered and handed to the ASGI server, or past
+it to the connection, while they are taken in. A task wakes only when the client reads too slowly,
+is gone, or the end has come.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ logger = logging.getLogger("octavo")
 DROP_EXTENSION = "octavo.drop"
 """Key of `scope["extensions"]` under which a server may put a function that closes the connection
 without waiting for what the client has not read."""
+WRITE_EXTENSION = "octavo.write"
+"""Key under which it may put a function that writes a part of a body that has begun and goes on,
+without a coroutine; False: it has to be sent, as the client has not read what was written before.
+"""
 DONE = b"data: [DONE]\n\n"
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -72,15 +76,19 @@ class EventStreamResponse(Response):
         self._rest: _Rest | None = None
         """The write that waits for the client."""
         self._waiter: asyncio.Future[None] | None = None
+        self._write_more: Callable[[bytes], bool] | None = None
         self._send: Send
         self._loop: asyncio.AbstractEventLoop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve until the end, the client's leaving, or a failure before the first output."""
         self._send, self._loop = send, asyncio.get_running_loop()
+        self._write_more = (scope.get("extensions") or {}).get(WRITE_EXTENSION)
         listener = self._loop.create_task(self._listen(receive))
+        # several streams' news of one step are written together
+        on_news = self._on_news if len(self._streams) == 1 else self._schedule
         for stream in self._streams:
-            stream.on_news = self._schedule
+            stream.on_news = on_news
         try:
             self._flush()
             await self._serve(scope)
@@ -129,7 +137,14 @@ class EventStreamResponse(Response):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _schedule(self) -> None:
+    def _on_news(self, is_latest: bool) -> None:
+        """News: written now, if nothing is known to come."""
+        if is_latest and not self._is_scheduled:
+            self._flush()
+        else:
+            self._schedule(is_latest)
+
+    def _schedule(self, _: bool) -> None:
         """News: written in the loop's next round, together with what else comes until then."""
         if not self._is_scheduled:
             self._is_scheduled = True
@@ -172,8 +187,11 @@ class EventStreamResponse(Response):
 
     def _write(self, body: bytes) -> None:
         """Hand it to the server, which is done at once unless the client is slow."""
-        sending = self._sending(body)
+        write_more = self._write_more if self._is_started and not self._is_over else None
         try:
+            if write_more is not None and write_more(body):
+                return
+            sending = self._sending(body)
             waits_for = sending.send(None)
         except StopIteration:
             return

@@ -22,6 +22,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles every template may be given; others only when the template itself names them."""
 NAME = re.compile(r"[\w-]+")
 """What names a template; as a template it would be a constant."""
+_BLOCK = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
+_TOOLS = re.compile(r"\btools\b")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _CONTINUE = "<|octavo: the message goes on here|>"
 
@@ -40,6 +42,8 @@ class ChatTemplate:
                 parameter="chat_template",
             )
         self.source = source
+        self.knows_tools = any(_TOOLS.search(block) for block in _BLOCK.findall(source))
+        """Whether it does something with tools, as far as can be seen."""
         self._special_tokens = dict(special_tokens or {})
         try:
             self._template = _environment().from_string(source)

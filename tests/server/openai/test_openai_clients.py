@@ -262,7 +262,7 @@ def test_logprobs_of_a_stream_are_those_of_the_whole(server: Any, model: str) ->
         ("/v1/completions", {"prompt": ""}, 400, "prompt"),
         ("/v1/completions", {"prompt": "a", "model": "other"}, 404, "model"),
         ("/v1/chat/completions", {"messages": HI, "chat_template": "x"}, 400, "chat_template"),
-        ("/v1/chat/completions", {"messages": HI, "tools": [{}]}, 400, "tools"),
+        ("/v1/chat/completions", {"messages": HI, "tools": [{}]}, 400, "tools.0.type"),
         ("/detokenize", {"tokens": [100000]}, 400, "tokens"),
     ],
 )
@@ -306,8 +306,11 @@ def test_leaving_ends_the_request(server: Any, model: str, stream: bool) -> None
             next(answer.iter_raw())
             answer.close()
         else:
-            with pytest.raises(httpx.ReadTimeout):
-                client.post("/v1/completions", json=asked, timeout=0.05)
+            with socket.create_connection((client.base_url.host, client.base_url.port)) as sock:
+                content = request.read()
+                head = "\r\n".join(f"{name}: {value}" for name, value in request.headers.items())
+                sock.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode() + content)
+                server.until(lambda: running(server) > 0)
     server.until(lambda: stopped(server) == before + 1)
     server.until(lambda: running(server) == 0)
 

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from octavo.errors import InvalidRequestError
 from octavo.outputs import Logprob
 from octavo.request import BeamSearchParams, SamplingParams
+from octavo.server.anthropic.protocol import CountTokensRequest
 from octavo.server.openai.extras import IGNORED_HEADER, ignored_fields
 from octavo.server.openai.logprobs import (
     CompletionLogprobs,
@@ -23,6 +24,7 @@ from octavo.server.openai.logprobs import (
 from octavo.server.openai.params import max_tokens_of, params_of
 from octavo.server.openai.prompts import chat_ids
 from octavo.server.openai.protocol import ChatRequest, CompletionRequest
+from octavo.server.responses.protocol import ResponsesRequest
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -144,9 +146,9 @@ def test_null_for_what_is_not_supported_asks_for_nothing() -> None:
     assert (
         ignored_fields(chat(tools=None, tool_choice="none", functions=[]), is_lenient=False) == {}
     )
-    with pytest.raises(InvalidRequestError, match="tool calling") as refused:
-        ignored_fields(chat(tools=[{"type": "function"}]), is_lenient=False)
-    assert refused.value.parameter == "tools"
+    with pytest.raises(InvalidRequestError, match="use tools and tool_choice") as refused:
+        ignored_fields(chat(functions=[{"name": "f"}]), is_lenient=False)
+    assert refused.value.parameter == "functions"
     with pytest.raises(InvalidRequestError, match="nonsense"):
         ignored_fields(chat(nonsense=None), is_lenient=False)
 
@@ -250,3 +252,13 @@ def test_prompt_logprobs_are_by_token_id() -> None:
     assert prompt_logprobs(1, [5, 7], [None, second]) == [None, {"7": own, "8": best}]
     assert prompt_logprobs(0, [5, 7], [None, second]) == [None, {"7": own}]
     assert prompt_logprobs(1, [5, 7], None) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [(ResponsesRequest, {"input": "x"}), (CountTokensRequest, {"messages": []})],
+)
+def test_tools_of_other_apis_are_refused_with_the_way_out(kind: Any, content: Any) -> None:
+    assert kind(**content, tools=[]).tools == []
+    with pytest.raises(ValidationError, match="tools are for /v1/chat/completions"):
+        kind(**content, tools=[{"type": "function", "name": "f"}])

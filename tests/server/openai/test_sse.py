@@ -11,7 +11,7 @@ import pytest
 from octavo.engine.remote.streams import OutputStream
 from octavo.errors import EngineDeadError
 from octavo.outputs import CompletionOutput, RequestOutput
-from octavo.server.sse import DROP_EXTENSION, EventStreamResponse
+from octavo.server.sse import DROP_EXTENSION, WRITE_EXTENSION, EventStreamResponse
 
 
 def output(text: str, finished: bool = False) -> RequestOutput:
@@ -39,7 +39,9 @@ class Connection:
         self.gone = asyncio.Event()
         self.may_write = asyncio.Event()
         self.may_write.set()
-        self.is_closed = self.is_dropped = False
+        self.is_closed = self.is_dropped = self.breaks = self.has_short_way = False
+        self.written: list[bytes] = []
+        """Past the server."""
         self.aborted: list[str] = []
         self.stream = OutputStream("r", self.aborted.append, merges=True)
 
@@ -59,9 +61,19 @@ class Connection:
     def drop(self) -> None:
         self.is_dropped = True
 
+    def write(self, body: bytes) -> bool:
+        if self.breaks:
+            raise ConnectionResetError
+        if self.may_write.is_set():
+            self.written.append(body)
+        return self.may_write.is_set()
+
     def serve(self, **options: Any) -> Awaitable[None]:
         response = EventStreamResponse([self.stream], Source(), close=self.close, **options)
-        scope = {"type": "http", "extensions": {DROP_EXTENSION: self.drop}}
+        extensions: dict[str, Any] = {DROP_EXTENSION: self.drop}
+        if self.has_short_way:
+            extensions[WRITE_EXTENSION] = self.write
+        scope = {"type": "http", "extensions": extensions}
         return asyncio.ensure_future(response(scope, self.receive, self.send))
 
     @property
@@ -98,6 +110,62 @@ def test_outputs_are_written_as_they_come_and_merged_when_they_come_together() -
         assert c.bodies == [b"0:a;", b"0:bc;", b"0:d;END"]
         assert [m.get("more_body") for m in c.sent[1:]] == [True, True, False]
         assert c.is_closed and c.aborted == []
+
+    run(scenario)
+
+
+def test_the_latest_output_is_written_at_once_past_the_server() -> None:
+    async def scenario(c: Connection) -> None:
+        c.has_short_way = True
+        serving = c.serve()
+        await rounds()
+        c.stream.put(output("a"), is_latest=True)
+        assert c.bodies == [b"0:a;"], "the head and what comes with it are the server's"
+        c.stream.put(output("b"), is_latest=True)
+        assert c.written == [b"0:b;"]
+        c.stream.put(output("c"))  # more is known to come
+        assert c.written == [b"0:b;"]
+        c.stream.put(output("d"), is_latest=True)
+        await rounds()
+        assert c.written == [b"0:b;", b"0:cd;"]
+        c.stream.put(output("e", finished=True), is_latest=True)
+        await serving
+        assert c.bodies == [b"0:a;", b"0:e;END"] and len(c.written) == 2
+
+    run(scenario)
+
+
+def test_what_the_connection_does_not_take_waits_in_the_server() -> None:
+    async def scenario(c: Connection) -> None:
+        c.has_short_way = True
+        serving = c.serve()
+        await rounds()
+        c.stream.put(output("a"), is_latest=True)
+        c.may_write.clear()
+        for text in "bcd":
+            c.stream.put(output(text), is_latest=True)
+            await rounds()
+        assert c.written == [] and c.bodies == [b"0:a;"]
+        c.may_write.set()
+        await rounds()
+        c.stream.put(output("e", finished=True), is_latest=True)
+        await serving
+        assert c.bodies[1] == b"0:b;" and b"".join(c.written) == b"0:cd;"
+        assert c.bodies[-1] == b"0:e;END"
+
+    run(scenario)
+
+
+def test_a_connection_that_breaks_ends_only_its_own_stream() -> None:
+    async def scenario(c: Connection) -> None:
+        c.has_short_way = True
+        serving = c.serve()
+        await rounds()
+        c.stream.put(output("a"), is_latest=True)
+        c.breaks = True
+        c.stream.put(output("b"), is_latest=True)  # raises nothing into the engine
+        await serving
+        assert c.is_closed and c.aborted == ["r"]
 
     run(scenario)
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from octavo.server.openai.protocol import Label, RequestBody, Text, Words
+from octavo.server.openai.protocol import Label, NoTools, RequestBody, Text, Words
 
 _INT64 = 2**63 - 1
 _TEXT = {"type": "string"}
@@ -54,7 +54,7 @@ class CacheControl(RequestBody):
     type: Literal["ephemeral"]
 
 
-class NoTools(RequestBody):
+class NoToolChoice(RequestBody):
     """The only choice."""
 
     type: Literal["none"]
@@ -71,10 +71,8 @@ class ConversationFields(RequestBody):
     system: Annotated[Any, WithJsonSchema(_SYSTEM)] = Field(
         None, description="A system message before the others: text or text blocks."
     )
-    tools: Annotated[list[Any], Field(max_length=0)] | None = Field(
-        None, description="There are none."
-    )
-    tool_choice: NoTools | None = Field(None, description="As there are no tools.")
+    tools: NoTools | None = Field(None, description="There are none.")
+    tool_choice: NoToolChoice | None = Field(None, description="As there are no tools.")
     cache_control: CacheControl | None = Field(
         None, description="Asks for what is done anyway: equal prefixes are found in the cache."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -20,12 +21,13 @@ from octavo.server.openai.answer import (
     stream_response,
     whole_response,
 )
-from octavo.server.openai.chunks import ChatChunks
+from octavo.server.openai.chunks import ChatChunks, ToolChunks
 from octavo.server.openai.extras import ignored_fields
 from octavo.server.openai.logprobs import TokenWriter, chat_logprobs, prompt_logprobs
 from octavo.server.openai.params import max_tokens_of, num_logprobs, params_of
 from octavo.server.openai.prompts import PromptIds, chat_ids, check_fits, truncated_chat
 from octavo.server.openai.protocol import ChatRequest
+from octavo.server.openai.tools import CallFinder, parser_name_of, told_tools
 from octavo.server.openai.usage import Usage
 from octavo.server.state import state_of
 
@@ -48,8 +50,11 @@ async def create_chat_completion(
     note(request, user=body.user or body.safety_identifier, metadata=body.metadata)
     model = check_model(state, body.model)
     max_tokens = max_tokens_of(body)
+    parser = parser_name_of(state.config, body)
+    only_first = body.parallel_tool_calls is False
+    finder = None if parser is None else partial(CallFinder, parser, only_first=only_first)
     with naming("messages", prompt="messages"):
-        token_ids = await chat_ids(state, body, body.messages)
+        token_ids = await chat_ids(state, body, body.messages, told_tools(body))
     token_ids = truncated_chat(state.engine, body, token_ids, max_tokens)
     check_fits(state.engine, len(token_ids), max_tokens, "messages")
     if max_tokens is None and body.use_beam_search:
@@ -77,14 +82,18 @@ async def create_chat_completion(
     echo = _echo(body)
     if body.stream:
         shown = shown_of(body, num_logprobs(body))
-        chunks = ChatChunks(head, shown, writer, usage, echo=echo)
+        chunks = (
+            ChatChunks(head, shown, writer, usage, echo=echo)
+            if finder is None
+            else ToolChunks(head, shown, writer, usage, echo=echo, finder=finder)
+        )
         return stream_response(request, call, streams, chunks, headers)
 
     def shape(outputs: list[RequestOutput]) -> dict[str, Any]:
         output = outputs[0]
         usage.add(0, output)
         choices = [
-            _choice(body, writer, echo, i, completion)
+            _choice(body, writer, echo, i, completion, None if finder is None else finder())
             for i, completion in enumerate(output.outputs[: body.n or 1])
         ]
         return head | {"choices": choices, "usage": usage.shape()} | _of_prompt(body, output)
@@ -93,16 +102,32 @@ async def create_chat_completion(
 
 
 def _choice(
-    body: ChatRequest, writer: TokenWriter, echo: str, number: int, completion: CompletionOutput
+    body: ChatRequest,
+    writer: TokenWriter,
+    echo: str,
+    number: int,
+    completion: CompletionOutput,
+    finder: CallFinder | None,
 ) -> dict[str, Any]:
     num_top = num_logprobs(body)
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": echo + completion.text,
+        "refusal": None,
+    }
     choice: dict[str, Any] = {
         "index": number,
-        "message": {"role": "assistant", "content": echo + completion.text, "refusal": None},
+        "message": message,
         "logprobs": None,
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
     }
+    if finder is not None:
+        content, calls = finder.push(completion.text, is_last=True)
+        message["content"] = echo + content
+        if calls:
+            message |= {"content": message["content"] or None, "tool_calls": calls}
+            choice["finish_reason"] = finder.finish_reason(completion.finish_reason)
     if num_top is not None and completion.logprobs is not None:
         choice["logprobs"] = chat_logprobs(
             writer, num_top, completion.token_ids, completion.logprobs

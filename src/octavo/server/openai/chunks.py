@@ -11,6 +11,7 @@ import msgspec
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from octavo.server.errors import error_shape
 from octavo.server.openai.logprobs import CompletionLogprobs, TokenWriter, chat_logprobs
+from octavo.server.openai.tools import CallFinder
 from octavo.server.openai.usage import Usage
 from octavo.server.sse import DONE
 
@@ -100,18 +101,19 @@ class ChatChunks(_Chunks):
             elif completion.text or completion.token_ids:
                 parts.append(self._full(completion))
             if completion.finish_reason is not None:
-                parts.append(
-                    self._chunk(
-                        {
-                            "index": completion.index,
-                            "delta": {},
-                            "logprobs": None,
-                            "finish_reason": completion.finish_reason,
-                            "stop_reason": completion.stop_reason,
-                        }
-                    )
-                )
+                parts.append(self._finish(completion, completion.finish_reason))
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _finish(self, completion: CompletionOutput, reason: str | None) -> bytes:
+        """The last chunk of a choice."""
+        choice = {
+            "index": completion.index,
+            "delta": {},
+            "logprobs": None,
+            "finish_reason": reason,
+            "stop_reason": completion.stop_reason,
+        }
+        return self._chunk(choice)
 
     def _role(self, number: int, output: RequestOutput) -> bytes:
         """The first chunk of a choice."""
@@ -142,6 +144,58 @@ class ChatChunks(_Chunks):
             )
         if self._shown.token_ids:
             choice["token_ids"] = completion.token_ids
+        return self._chunk(choice)
+
+
+class ToolChunks(ChatChunks):
+    """A chat's chunks where calls of tools are found: each is told whole, in a chunk of its own.
+
+    finder: makes one for each choice.
+    """
+
+    def __init__(
+        self,
+        head: dict[str, Any],
+        shown: Shown,
+        writer: TokenWriter,
+        usage: Usage,
+        *,
+        echo: str = "",
+        finder: Callable[[], CallFinder],
+    ) -> None:
+        super().__init__(head, shown, writer, usage, echo=echo)
+        self._new_finder = finder
+        self._finders: dict[int, CallFinder] = {}
+
+    def events(self, index: int, output: RequestOutput) -> bytes:
+        """See `EventSource`."""
+        self._usage.add(index, output)
+        parts = []
+        for completion in output.outputs:
+            number = completion.index
+            finder = self._finders.get(number)
+            if finder is None:
+                parts.append(self._role(number, output))
+                finder = self._finders[number] = self._new_finder()
+            is_last = completion.finish_reason is not None
+            num_before = finder.num_calls
+            completion.text, calls = finder.push(completion.text, is_last=is_last)
+            if completion.text or (completion.token_ids and not self._is_plain):
+                parts.append(self._full(completion))
+            for place, call in enumerate(calls, start=num_before):
+                parts.append(self._call(number, {"index": place, **call}))
+            if is_last:
+                reason = finder.finish_reason(completion.finish_reason)
+                parts.append(self._finish(completion, reason))
+        return b"".join(parts)
+
+    def _call(self, number: int, call: dict[str, Any]) -> bytes:
+        choice = {
+            "index": number,
+            "delta": {"tool_calls": [call]},
+            "logprobs": None,
+            "finish_reason": None,
+        }
         return self._chunk(choice)
 
 

@@ -23,7 +23,7 @@ async def collect(receive: Receive, streams: Sequence[OutputStream]) -> list[Req
     done: asyncio.Future[None] = loop.create_future()
     found: dict[int, RequestOutput] = {}
 
-    def take() -> None:
+    def take(_: bool = True) -> None:
         try:
             for index, stream in enumerate(streams):
                 if index not in found and (output := stream.take_nowait()) is not None:

@@ -11,14 +11,15 @@ from pydantic import BaseModel
 from octavo.errors import InvalidRequestError
 
 IGNORED_HEADER = "X-Octavo-Ignored"
-_TOOLS = "tool calling is not supported: describe the tools in a message and read the answer's text"
+_TOOLS = "tools are for /v1/chat/completions"
+_OLD_TOOLS = "use tools and tool_choice of /v1/chat/completions"
 _STORE = "nothing is stored: send the whole conversation in input"
 _WHY = {
     "tools": _TOOLS,
     "tool_choice": _TOOLS,
     "parallel_tool_calls": _TOOLS,
-    "functions": _TOOLS,
-    "function_call": _TOOLS,
+    "functions": _OLD_TOOLS,
+    "function_call": _OLD_TOOLS,
     "audio": "the models here speak text",
     "prediction": "predicted outputs are not supported",
     "web_search_options": "there is no web search",

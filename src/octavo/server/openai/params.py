@@ -26,7 +26,8 @@ _NOT_DECODING = (
     "stream", "stream_options", "echo", "add_special_tokens", "truncate_prompt_tokens", "priority",
     "cache_salt", "return_token_ids", "return_kv_usage", "user", "add_generation_prompt",
     "continue_final_message", "chat_template", "chat_template_kwargs", "response_format",
-    "metadata", "safety_identifier", "store", "modalities", "service_tier",
+    "metadata", "safety_identifier", "store", "modalities", "service_tier", "tools",
+    "tool_choice", "parallel_tool_calls",
 )  # fmt: skip
 """Fields that have their effect with beams as without."""
 _NOTHING: dict[str, Any] = {

@@ -14,6 +14,7 @@ from octavo.server.openai.protocol import (
     TemplateFields,
     TokenizeRequest,
 )
+from octavo.server.openai.tools import with_arguments
 
 if TYPE_CHECKING:
     from octavo.engine.async_engine import AsyncEngine
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _RESERVED = (
     "messages", "chat_template", "add_generation_prompt", "continue_final_message", "self",
+    "tools",
 )  # fmt: skip
 
 
@@ -74,9 +76,12 @@ async def completion_prompts(
 
 
 async def chat_ids(
-    state: ServerState, body: TemplateFields | TokenizeRequest, messages: Sequence[ChatMessage]
+    state: ServerState,
+    body: TemplateFields | TokenizeRequest,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Any] | None = None,
 ) -> list[int]:
-    """Messages through the chat template."""
+    """Messages through the chat template. tools: for it, as plain data."""
     template = _template(state, body)
     variables = dict(body.chat_template_kwargs or {})
     for name in _RESERVED:
@@ -85,6 +90,8 @@ async def chat_ids(
                 f"chat_template_kwargs cannot set {name!r}: it is a field of its own",
                 parameter="chat_template_kwargs",
             )
+    if tools:
+        variables["tools"] = tools
     goes_on = body.continue_final_message is True
     generates = body.add_generation_prompt
     if generates is None:
@@ -98,7 +105,7 @@ async def chat_ids(
         )
     try:
         token_ids = await engine.chat_prompt(
-            [message.model_dump(exclude_unset=True) for message in messages],
+            [_message(i, message) for i, message in enumerate(messages)],
             chat_template=template,
             add_generation_prompt=generates,
             continue_final_message=goes_on,
@@ -106,13 +113,24 @@ async def chat_ids(
         )
     except RecursionError:
         raise InvalidRequestError(
-            "messages or chat_template_kwargs are nested too deeply", parameter="messages"
+            "messages, tools or chat_template_kwargs are nested too deeply", parameter="messages"
         ) from None
     if body.add_special_tokens:
         before, after = await _ends(engine)
         token_ids = before + token_ids + after
     _check_not_empty(token_ids, "messages")
     return token_ids
+
+
+def _message(index: int, message: ChatMessage) -> dict[str, Any]:
+    """As templates expect it: the arguments of calls, which clients send as JSON, as objects."""
+    found = message.model_dump(exclude_unset=True)
+    calls = found.get("tool_calls")
+    if isinstance(calls, list) and message.role == "assistant":
+        found["tool_calls"] = [with_arguments(call, index, k) for k, call in enumerate(calls)]
+        if not calls:  # templates look whether there are any, or whether the member is there
+            del found["tool_calls"]
+    return found
 
 
 async def _ends(engine: AsyncEngine) -> tuple[list[int], list[int]]:

@@ -47,6 +47,7 @@ _Parts = Annotated[
     ),
 ]
 MAX_LABELS = 64
+MAX_TOOLS = 1024
 MAX_WORD = 1024
 """Characters: each word is looked for in every answer, or tokenized while all others wait."""
 Word = Annotated[str, Field(min_length=1, max_length=MAX_WORD)]
@@ -247,9 +248,58 @@ class TemplateFields(RequestBody):
     )
 
 
+def _free_choice(given: object) -> object:
+    if given == "required" or isinstance(given, dict):
+        raise ValueError(
+            "the model cannot be made to call a tool, as structured output is not supported: use "
+            "'auto', and say in a message what is to be called"
+        )
+    return given
+
+
+ToolChoice = Annotated[Literal["none", "auto"], BeforeValidator(_free_choice)]
+
+
+def _no_tools(given: object) -> object:
+    if isinstance(given, list) and given:
+        raise ValueError("tools are for /v1/chat/completions alone: leave them out")
+    return given
+
+
+NoTools = Annotated[list[Any], Field(max_length=0), BeforeValidator(_no_tools)]
+"""Of the other APIs."""
+
+
+class ToolFunction(RequestBody):
+    """What the model is told of a function."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=256)]
+    description: Label | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON Schema of the arguments.")
+    strict: Literal[False] | None = Field(None, description="Calls are not held to the schema.")
+
+
+class Tool(RequestBody):
+    """Something that the model may call."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
 class ChatRequest(GenerationFields, TemplateFields):
     """The body of /v1/chat/completions."""
 
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(
+        None, description="Given to the model's chat template, which must know tools."
+    )
+    tool_choice: ToolChoice | None = Field(
+        None,
+        description="auto, which is the default with tools: calls are found in the answer, if the "
+        "server was started with --enable-auto-tool-choice. none: the answer is text.",
+    )
+    parallel_tool_calls: bool | None = Field(
+        None, description="false: of several calls the first alone is answered with."
+    )
     max_completion_tokens: int | None = Field(
         None, ge=1, le=_INT64, description="Most tokens to generate; else what fits."
     )

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 FinishReason = Literal["stop", "length", "abort"]
+ChatFinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
 
 class ErrorBody(BaseModel):
@@ -129,12 +130,29 @@ class ChatLogprobs(BaseModel):
     refusal: None
 
 
+class CalledFunction(BaseModel):
+    """What the model calls."""
+
+    name: str
+    arguments: str
+    """JSON."""
+
+
+class ToolCallBody(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AnswerMessage(BaseModel):
     """What the model said."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[ToolCallBody] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -143,7 +161,7 @@ class ChatChoice(BaseModel):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: int | str | None
     token_ids: list[int] | None = None
 

@@ -23,8 +23,10 @@ class Usage:
         self._prompts[index] = len(output.prompt_token_ids)
         self._cached[index] = output.num_cached_tokens
         if num_tokens is None:
-            num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
-        self.completion_tokens += num_tokens
+            for completion in output.outputs:
+                self.completion_tokens += len(completion.token_ids)
+        else:
+            self.completion_tokens += num_tokens
         if output.finished and self._with_kv:
             self._kv[index] = output.kv
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from octavo.server.openai.protocol import Label, Labels, RequestBody, ResponseFormat
+from octavo.server.openai.protocol import Label, Labels, NoTools, RequestBody, ResponseFormat
 from octavo.server.openai.protocol import Text as NotEmpty
 
 _INT64 = 2**63 - 1
@@ -93,9 +93,7 @@ class ResponsesRequest(RequestBody):
     truncation: Literal["disabled"] | None = Field(
         None, description="What does not fit is refused."
     )
-    tools: Annotated[list[Any], Field(max_length=0)] | None = Field(
-        None, description="There are none."
-    )
+    tools: NoTools | None = Field(None, description="There are none.")
     tool_choice: Literal["none", "auto"] | None = Field(None, description="As there are no tools.")
     parallel_tool_calls: bool | None = Field(None, description="As there are no tools.")
     service_tier: Literal["auto", "default"] | None = Field(None, description="There is one.")
