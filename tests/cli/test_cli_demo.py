@@ -77,17 +77,17 @@ def test_the_page_is_served_and_ctrl_c_ends_with_the_table(tmp_path: Path) -> No
         first = process.stdout.readline()
         assert first.startswith("octavo plays paged and orca-max at http://127.0.0.1:")
         url = first.split()[-1]
-        with urllib.request.urlopen(f"{url}/sources", timeout=20) as answer:
+        with urllib.request.urlopen(f"{url}/sources", timeout=60) as answer:
             rows = json.load(answer)
         assert [row["name"] for row in rows] == ["paged", "orca-max"]
         policies = []
-        streams = [urllib.request.urlopen(f"{url}/{row['frames']}", timeout=20) for row in rows]
+        streams = [urllib.request.urlopen(f"{url}/{row['frames']}", timeout=60) for row in rows]
         for stream in streams:
             line = next(line for line in stream if line.startswith(b"data: {"))
             policies.append(json.loads(line[6:])["about"]["kv_policy"])
         assert policies == ["paged", "orca-max"]
         process.send_signal(signal.SIGINT)  # with people watching
-        rest, _ = process.communicate(timeout=20)
+        rest, _ = process.communicate(timeout=60)
         for stream in streams:
             stream.close()
     finally:

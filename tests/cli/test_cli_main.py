@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -148,13 +148,15 @@ def test_a_full_disk_is_no_bug_of_octavo() -> None:
 
 
 def test_help_is_quick() -> None:
-    """Well under the second that importing torch takes; the best of three on a busy machine."""
+    """Well under the second that importing torch takes, whatever else the machine does: what counts
+    is the processor's time, the best of three."""
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert run("--help").returncode == 0
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.5
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    assert 0 < min(times) < 0.5
 
 
 def test_models_list_and_rm(

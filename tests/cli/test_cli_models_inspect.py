@@ -56,12 +56,12 @@ def test_inspect_counts_parameters_and_kv_by_layer_group(
     assert main(["models", "inspect", str(gemma), "--json", "--gpu", "h200"]) == 0
     found = json.loads(capsys.readouterr().out)
     own = transformers.AutoModelForCausalLM.from_pretrained(gemma)
-    assert found["num_params"] == own.num_parameters()
+    assert found["num_params"] == found["num_active_params"] == own.num_parameters()
     assert found["architecture"] == "Gemma3ForCausalLM"
     per_layer = 2 * 2 * 16 * 2  # K and V, heads, head size, bytes
     assert found["layer_groups"] == [
-        {"num_layers": 1, "window": 0, "kv_bytes_per_token": per_layer},
-        {"num_layers": 3, "window": 32, "kv_bytes_per_token": 3 * per_layer},
+        {"num_layers": 1, "num_padding": 0, "window": 0, "kv_bytes_per_token": per_layer},
+        {"num_layers": 3, "num_padding": 0, "window": 32, "kv_bytes_per_token": 3 * per_layer},
     ]
     assert found["kv_bytes_per_token"] == 4 * per_layer
     assert found["formats"] == {"F32": 4 * found["num_params"]}
@@ -140,6 +140,56 @@ def test_inspect_of_other_shapes(
     assert found["num_params"] == own.num_parameters()
     assert found["formats"] == {"F32": 4 * found["num_params"]}
     assert [group["window"] for group in found["layer_groups"]] == windows
+
+
+PUBLISHED = {
+    "Mixtral-8x7B": (
+        {
+            "architectures": ["MixtralForCausalLM"], "num_hidden_layers": 32, "hidden_size": 4096,
+            "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
+        },
+        (46_702_792_704, 12_879_925_248, 131_072, []),
+    ),
+    "DeepSeek-V2-Lite": (
+        {
+            "architectures": ["DeepseekV2ForCausalLM"], "num_hidden_layers": 27,
+            "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408,
+            "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 102400,
+            "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
+            "first_k_dense_replace": 1, "kv_lora_rank": 512, "q_lora_rank": None,
+            "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+            "topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
+        },
+        (15_706_484_224, 2_661_150_208, 31_104, []),
+    ),
+    "Gemma-3-1B": (
+        {
+            "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 26, "hidden_size": 1152,
+            "intermediate_size": 6912, "num_attention_heads": 4, "num_key_value_heads": 1,
+            "head_dim": 256, "vocab_size": 262144, "sliding_window": 512,
+            "sliding_window_pattern": 6, "max_position_embeddings": 32768,
+        },
+        # 4 layers and 22 in groups of 4, of which two places are nobody's
+        (999_885_952, 999_885_952, 28_672, [(4, 0, 0), (22, 2, 512)]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_inspect_of_published_configurations(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, (num_params, num_active, token_bytes, groups) = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["models", "inspect", str(tmp_path), "--json", "--gpu", "h200"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["num_params"], found["num_active_params"]) == (num_params, num_active)
+    assert found["kv_bytes_per_token"] == token_bytes
+    told = [(g["num_layers"], g["num_padding"], g["window"]) for g in found["layer_groups"]]
+    assert told == (groups or [(config["num_hidden_layers"], 0, 0)])
+    (fit,) = found["fits"]
+    assert fit["tokens"] == fit["kv_bytes"] // token_bytes
 
 
 def test_inspect_refuses_an_unknown_gpu(gemma: Path, capsys: pytest.CaptureFixture[str]) -> None:

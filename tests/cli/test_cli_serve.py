@@ -22,6 +22,8 @@ ARRIVING: dict[str, tuple[list[str], object]] = {
     "ssl_ca_certs": (["a", "--ssl-keyfile", "k", "--ssl-certfile", "c"], "a"),
     "allowed_origins": (["*"], ("*",)), "root_path": (["/x"], "/x"),
     "served_model_name": (["a", "b"], ("a", "b")), "chat_template": (["t"], "t"),
+    "enable_auto_tool_choice": (["--tool-call-parser", "hermes"], True),
+    "tool_call_parser": (["mistral", "--enable-auto-tool-choice"], "mistral"),
     "max_body_bytes": (["1MiB"], 2**20), "max_prompts": (["2"], 2), "max_n": (["3"], 3),
     "max_output_tokens": (["4"], 4), "max_concurrent_requests": (["5"], 5),
     "max_queued_requests": (["6"], 6), "requests_per_minute": (["7.5"], 7.5),

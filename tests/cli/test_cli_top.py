@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,6 +19,7 @@ from octavo.dashboard.app import make_app
 from octavo.dashboard.client import FrameClient
 from octavo.dashboard.hub import LocalSource
 from octavo.dashboard.terminal import TopApp
+from octavo.dashboard.terminal_text import memory_text
 from octavo.errors import ConfigError
 from octavo.lab.config import SimConfig
 from octavo.lab.costs import FixedCosts
@@ -54,7 +56,7 @@ def shown(app: TopApp, selector: str) -> str:
 
 
 async def until(pilot: Pilot[None], true: Callable[[], bool], source: LocalSource) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not true():
         assert time.monotonic() < end, "it is not shown"
         source.tell()
@@ -188,3 +190,28 @@ def test_a_source_that_is_not_there_is_named() -> None:
                 await FrameClient(url, None, source=1).check()
 
     asyncio.run(ask())
+
+
+def test_groups_of_layers_are_told_where_there_are_any() -> None:
+    requests = [TraceRequest(num_input=40, num_output=200)]
+    workload = make_workload(Trace(name="made up", requests=requests))
+    for windows, told in (
+        ((0, 16, 16), r"groups of layers: 1 keeping all tokens (\d+) blocks; "
+         r"2 keeping last 16 tokens (\d+) blocks, (\d+) given back"),
+        ((0,), ""),
+    ):  # fmt: skip
+        config = SimConfig(num_blocks=80, windows=windows)
+        stage = Stage(config, FixedCosts(), workload, "a-model")
+        stage.advance(4.0)
+        frame = stage.frame(full=True)
+        text = memory_text(frame, frame["about"], 80).plain
+        found = re.search(told or "groups", text)
+        assert (found is None) == (not told)
+        if found is not None:
+            full, kept, back = map(int, found.groups())
+            assert [full, kept, back] == [
+                frame["groups"][0][0],
+                sum(group[0] for group in frame["groups"][1:]),
+                sum(group[1] for group in frame["groups"][1:]),
+            ]
+            assert back > 0

@@ -196,7 +196,8 @@ class FrameServer:
         self.asked_blocks.append(block)
         world = list(self.feeds.values())[int(request.match_info["source"])].world
         number = world.owner[block]
-        owners = [] if number < 0 else [{"id": f"req-{number}", "index": 3}]
+        owner = {"id": f"req-{number}", "index": 3, "start": 48, "end": 53}
+        owners = [] if number < 0 else [owner | {"group": world.group_of(block)}]
         body = {"id": block, "owners": owners, "token_ids": [504, 3575], "text": self.block_text}
         return web.json_response(body)
 
@@ -217,7 +218,7 @@ class Visit:
         server.block_text = " <b>sky</b> blue"
         self.server, self.context = server, context
         self.page: Page = context.new_page()
-        self.page.set_default_timeout(10_000)
+        self.page.set_default_timeout(30_000)
         self.errors: list[str] = []
         self.requests: list[str] = []
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
@@ -249,6 +250,16 @@ class Visit:
     def until(self, condition: str) -> None:
         """Wait for an expression to hold; as a function, since the page's policy forbids eval."""
         self.page.wait_for_function(f"() => {condition}")
+
+    def wait_painted(self, also: str = "true") -> None:
+        """Until the first panel has a frame and has painted it, and another expression holds.
+
+        A page just loaded has nothing to paint, so `isStale` alone is false there too early.
+        """
+        self.until(
+            f"{{ const [one] = globalThis.octavoDashboard?.panels ?? [];"
+            f" return one?.frame && !one.isStale && ({also}); }}"
+        )
 
     def play(self, name: str, num_frames: int, seconds: float = 0.25) -> None:
         """Let a world live for some frames, and wait until the page shows the last."""

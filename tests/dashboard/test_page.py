@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from worlds import CACHED, EXTERNAL, FREE, USED, World
 
 Visitor = Callable[..., Any]
@@ -117,12 +118,12 @@ def test_requests_are_told_with_what_they_cost_and_why_they_wait(visit: Visitor)
     world = lived(200, 60, rate=12)
     page = visit({"one": world}).open()
     page.play("one", 1)
-    rows = page.page.locator("tbody tr")
+    rows = page.page.locator(".rows tr")
     assert rows.count() == min(100, len(world.running) + len(world.waiting))
     job = world.running[0]
     shown = page.page.locator("tbody tr", has_text=re.compile(rf"req-{job.no}\b")).inner_text()
     assert f"{job.output} of {job.goal}" in shown and str(len(job.blocks)) in shown
-    assert re.search(r"waiting: needs \d+ blocks, \d+ are free", page.text("tbody"))
+    assert re.search(r"waiting: needs \d+ blocks, \d+ are free", page.text(".rows"))
     assert world.preempted_rows() == page.page.locator('tr[data-state="preempted"]').count()
 
 
@@ -137,7 +138,7 @@ def test_blocks_of_a_chosen_request_stand_out(visit: Visitor) -> None:
     button = page.page.locator("button.request", has_text=re.compile(rf"req-{mine.no}\b"))
     button.click()
     assert button.get_attribute("aria-pressed") == "true"
-    page.until("!octavoDashboard.panels[0].isStale")
+    page.wait_painted()
     after = list(map(main_colour, page.cells(blocks)))
     assert after[0] == before[0] and after[1] != before[1]
 
@@ -152,11 +153,59 @@ def test_pointing_at_a_block_tells_owner_age_and_tokens(visit: Visitor) -> None:
     page.page.wait_for_selector(".tip .content")
     tip = page.text(".tip")
     assert "Block 9: used" in tip and "2 references" in tip and "5 of 16 slots filled" in tip
-    assert "for 0 s" in tip and "its block 3" in tip
+    assert "for 0 s" in tip and f"req-7 (its block 3, positions 48{DASH}52)" in tip
+    assert "layers" not in tip
     assert page.text(".tip .content") == "<b>sky</b> blue"  # as text, never as markup
     assert page.server.asked_blocks == [9]
     page.page.mouse.move(1, 1)
     assert page.page.locator(".tip").is_hidden()
+
+
+DASH = "\u2013"
+GEMMA = (0, 512, 512, 512, 512, 512)
+
+
+def test_groups_of_layers_are_told_apart(visit: Visitor) -> None:
+    world = lived(300, 40, rate=12, windows=GEMMA)
+    page = visit({"one": world}).open()
+    page.play("one", 3)
+    rows = page.page.locator(".groups tbody tr")
+    told = [row.split("\t") for row in rows.all_inner_texts()]
+    assert [row[:2] for row in told[:3]] == [
+        ["5, 11, 17", "all"],
+        [f"0{DASH}2", "last 512"],
+        ["3, 4, 6", "last 512"],
+    ]
+    groups = world.groups()
+    assert [row[2] for row in told] == [str(num) for num, _ in groups]
+    assert [row[4] for row in told] == [DASH, *[str(back) for _, back in groups[1:]]]
+    kib = groups[0][0] * 48
+    assert told[0][3] == (f"{kib / 1024:.1f} MiB" if kib >= 1024 else f"{kib:.1f} KiB")
+    page.page.click("#back")
+    page.wait_painted()
+    assert rows.nth(1).inner_text().split("\t")[4] == str(groups[1][1] - 7)  # as it was then
+
+
+def test_a_block_tells_its_group_and_positions(visit: Visitor) -> None:
+    world = World(64, windows=GEMMA)
+    page = visit({"one": world}).open()
+    world.put(8, USED, 7, 1, 5)
+    page.show("one")
+    page.page.locator("canvas.grid").hover(position={"x": 8.5 * page.data("pitch"), "y": 4})
+    page.page.wait_for_selector(".tip .content")
+    tip = page.text(".tip")
+    assert "Holds KV of layers 3, 4, 6, which keep the last 512 tokens" in tip
+    assert f"req-7 (its block 3, positions 48{DASH}52)" in tip
+
+
+@pytest.mark.parametrize("windows", [(0,), (4096,)], ids=["plain", "one group"])
+def test_one_group_is_told_of_where_it_has_a_window(
+    visit: Visitor, windows: tuple[int, ...]
+) -> None:
+    page = visit({"one": lived(64, 10, windows=windows)}).open()
+    page.play("one", 1)
+    assert page.page.locator(".groups").is_visible() == (windows != (0,))
+    assert page.errors == []
 
 
 def test_pause_step_and_scrub(visit: Visitor) -> None:
@@ -170,7 +219,7 @@ def test_pause_step_and_scrub(visit: Visitor) -> None:
         return int(re.findall(r"(\d+) used", page.text(".summary"))[0])
 
     def settle() -> int:
-        page.until("!octavoDashboard.panels[0].isStale")
+        page.wait_painted()
         return num_used()
 
     assert settle() == 5

@@ -47,8 +47,8 @@ CONTRASTS = """() => {
 }"""
 
 
-def lived() -> World:
-    world = World(200, rate=12)
+def lived(windows: tuple[int, ...] = (0,)) -> World:
+    world = World(200, rate=12, windows=windows)
     for _ in range(50):
         world.step()
     world.changed = set()
@@ -57,7 +57,7 @@ def lived() -> World:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_is_legible(visit: Visitor, scheme: str) -> None:
-    page = visit({"one": lived()}, color_scheme=scheme).open()
+    page = visit({"one": lived((0, 512, 512))}, color_scheme=scheme).open()
     page.play("one", 3)
     page.page.click("#back")
     contrasts = page.page.evaluate(CONTRASTS)
@@ -70,10 +70,7 @@ def test_themes_follow_the_system_or_the_switch(visit: Visitor) -> None:
 
     def is_dark(wanted: bool) -> None:
         """Wait for the canvas to have the theme, and see that the rest has it, too."""
-        page.until(
-            f"globalThis.octavoDashboard?.palette.isDark === {str(wanted).lower()}"
-            " && octavoDashboard.panels[0]?.isStale === false"
-        )
+        page.wait_painted(f"octavoDashboard.palette.isDark === {str(wanted).lower()}")
         colour = page.page.evaluate("getComputedStyle(document.body).backgroundColor")
         for rgb in (page.pixels(5)[0], tuple(map(int, re.findall(r"\d+", colour)))):
             assert (sum(rgb[:3]) < 384) == wanted
@@ -94,7 +91,8 @@ def test_themes_follow_the_system_or_the_switch(visit: Visitor) -> None:
 )
 def test_fits_the_screen(visit: Visitor, width: int, height: int, scale: int) -> None:
     screen = {"viewport": {"width": width, "height": height}, "device_scale_factor": scale}
-    page = visit({"one": lived(), "two": World(3000)}, **screen).open()
+    two = World(3000, windows=(0, 512, 512, 512, 512, 512))
+    page = visit({"one": lived(), "two": two}, **screen).open()
     assert page.page.evaluate("document.documentElement.scrollWidth") <= width
     for canvas in page.page.locator("canvas").all():
         box = canvas.bounding_box()

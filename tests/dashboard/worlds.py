@@ -33,9 +33,16 @@ class World:
     """A pool, requests in it, and the frames that an engine would send of them."""
 
     def __init__(
-        self, num_blocks: int, *, policy: str = "paged", seed: int = 1, rate: float = 4.0
+        self,
+        num_blocks: int,
+        *,
+        policy: str = "paged",
+        seed: int = 1,
+        rate: float = 4.0,
+        windows: tuple[int, ...] = (0,),
     ) -> None:
         self.num_blocks, self.policy, self.rate = num_blocks, policy, rate
+        self.windows = windows
         self.block_size = 16
         self.random = random.Random(seed)
         self.now_s = 100.0
@@ -254,6 +261,17 @@ class World:
             "pinned": 0, "shared_saved": shared,
         }  # fmt: skip
 
+    def group_of(self, block: int) -> int:
+        """Groups have blocks in turn."""
+        return block % len(self.windows)
+
+    def groups(self) -> list[list[int]]:
+        used = [b for b in range(self.num_blocks) if self.state[b] == USED]
+        return [
+            [sum(self.group_of(b) == group for b in used), 7 * self.n * (window > 0)]
+            for group, window in enumerate(self.windows)
+        ]
+
     def frame(self, full: bool = False) -> Frame:
         """What an engine would send now."""
         ids = range(self.num_blocks) if full else sorted(self.changed)
@@ -274,13 +292,19 @@ class World:
             "num_running": len(self.running), "num_waiting": len(self.waiting),
             "latency": self.latency, "events": [] if full else self.events,
         }  # fmt: skip
+        if any(self.windows):
+            frame["groups"] = self.groups()
         if full:
             frame["about"] = {
                 "model": "HuggingFaceTB/SmolLM2-135M-Instruct", "kv_policy": self.policy,
                 "scheduling_policy": "fcfs", "num_blocks": self.num_blocks,
                 "block_size": self.block_size, "bytes_per_block": 368640, "max_model_len": 2048,
-                "host_blocks": 256, "disk_blocks": 0,
+                "host_blocks": 256, "disk_blocks": 0, "windows": list(self.windows),
             }  # fmt: skip
+            if any(self.windows):  # every sixth layer looks at all, as Gemma 3's do
+                local = [layer for layer in range(18) if layer % 6 != 5]
+                layers = [[5, 11, 17], *(local[i : i + 3] for i in range(0, 15, 3))]
+                frame["about"] |= {"layers": layers, "bytes_per_block": 16 * 3 * 1024}
         return frame
 
     def next_frame(self) -> Frame:

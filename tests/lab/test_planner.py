@@ -89,7 +89,7 @@ def test_capacity_by_hand() -> None:
         Box(STEADY).place(1, 16), part, ttft_s=0.5, tpot_s=0.05, percentile=95.0, block_size=16
     )
     assert found.placement.num_slots == 6000 and found.placement.num_blocks(16) == 375
-    assert found.load == Load(input=100, output=100, seqs=1, context=150, computed=100)
+    assert found.load == Load(input=100, output=100, seqs=1, context=150, computed=100, read=150)
     assert (found.by_memory, found.batch) == (37, 37)
     assert found.rate == pytest.approx(37.0)
     assert found.likely_rate == pytest.approx(0.98 * 37.0), "a prompt takes 10 ms of 500"

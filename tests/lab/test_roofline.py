@@ -208,7 +208,7 @@ def test_pools_come_near_the_papers_table(model: str, slots: int) -> None:
 def test_the_arithmetic_of_a_pool_adds_up() -> None:
     pool = pool_blocks(find_shape("llama-3.1-8b"), find_gpu("h200"))
     assert sum(pool.terms().values()) == int(pool.memory_bytes * 0.9)
-    assert 0 <= pool.terms()["left over"] < 16 * pool.bytes_per_token
+    assert 0 <= pool.terms()["left over"] < 16 * pool.shape.bytes_per_token
     text = str(pool)
     assert f"{pool.num_blocks:,} blocks x 16 tokens x 131,072 B" in text
     assert "139.8 GiB x 0.9" in text

@@ -85,7 +85,7 @@ def _watched(llm: LLM, then: Callable[[], None]) -> Iterator[list[Step]]:
 
     `then` is called after each, and what it takes belongs to the next one."""
     core = llm._engine.engine.core
-    launch = core._launch
+    launch, windows = core._launch, llm.arch.sliding_windows
     assert launch is not None
     found: list[Step] = []
     now: list[tuple[Counts, StepResult]] = []
@@ -98,7 +98,7 @@ def _watched(llm: LLM, then: Callable[[], None]) -> Iterator[list[Step]]:
             nonlocal last
             result = wait()
             looking = time.perf_counter()
-            now.append((counts_of(plan), result))
+            now.append((counts_of(plan, windows), result))
             last += time.perf_counter() - looking  # is no part of the step
             return result
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from octavo.attended import counts_within
 from octavo.plan import StepPlan
 
 RowKind = Literal["prefill", "decode", "mixed", "live", "pool copy", "to host", "from host"]
@@ -69,9 +70,9 @@ class Times(NamedTuple):
     copy_s: float
 
 
-def counts_of(plan: StepPlan) -> Counts:
-    """What is in a plan."""
-    return Counts(*plan.counts())
+def counts_of(plan: StepPlan, windows: Sequence[int] = (0,)) -> Counts:
+    """What is in a plan. windows: see `octavo.attended`."""
+    return Counts(*counts_within(plan, windows))
 
 
 def median_row(

@@ -38,6 +38,7 @@ class Probe:
         self._step_id = 0
         self._rng = random.Random(llm.config.seed)
         self._vocab_size = llm.arch.vocab_size
+        self.windows = llm.arch.sliding_windows
         self.block_size = llm.config.block_size
         report = llm.memory_report()
         self.num_blocks = report.ledger.num_blocks
@@ -130,7 +131,8 @@ class Point:
             times = probe.run(new_seqs=fresh, seqs=seqs, finished=ended)
             del brought[self.num_decodes : self.num_decodes + len(ended)]
             if number:
-                found.append((counts_of(StepPlan(0, seqs=seqs)), times))
+                counts = counts_of(StepPlan(0, seqs=seqs), probe.windows)
+                found.append((counts, times))
         return found
 
 

@@ -141,7 +141,7 @@ async def _measure(args: Serve) -> ServeResult:
         base_url=args.base_url, endpoint=args.endpoint, model=args.model, headers=_headers(args),
         timeout_s=args.timeout_s,
     )  # fmt: skip
-    model = await wait_ready(target, args.ready_check_timeout_sec)
+    model = await wait_ready(target, args.ready_check_timeout_sec, tell=note)
     tokenizer = _tokenizer(args.tokenizer or model)
     about, samples = _samples(args, tokenizer)
     samples = in_words(samples, word_ids(tokenizer), args.seed)

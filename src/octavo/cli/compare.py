@@ -159,7 +159,9 @@ def _compared(args: Compare, config: SimConfig, trace: Trace, first: Workload) -
             lambda rate: _workload_at(args, rate, trace).requests,
             config,
             lambda policy: args.machine.step_costs(
-                config.block_size, in_one_piece=policy != "paged"
+                config.block_size,
+                in_one_piece=policy != "paged",
+                max_model_len=config.max_model_len,
             ),
             policies=args.policies,
             rates=rates,
@@ -198,4 +200,4 @@ def _at_rate(arrivals: CompareArrivals, rate: float | None, trace: Trace) -> Arr
 
 
 def _bytes_per_token(machine: MachineFlags) -> int:
-    return machine.shape().kv_bytes_per_token if machine.model is not None else 0
+    return machine.shape().kv_shape().bytes_per_token if machine.model is not None else 0

@@ -138,7 +138,11 @@ def _stages(args: Demo) -> list[Stage]:
     model = args.machine.model or "no model"
     stages = []
     for policy in args.policies:
-        costs = args.machine.step_costs(base.block_size, in_one_piece=policy != "paged")
+        costs = args.machine.step_costs(
+            base.block_size,
+            in_one_piece=policy != "paged",
+            max_model_len=base.max_model_len,
+        )
         stages.append(Stage(config_of(policy, base), costs, workload, model))
     return stages
 

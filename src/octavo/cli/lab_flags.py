@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.cli.flags import Bytes, flags
+from octavo.cli.flags import Bytes, Hidden, flags
 from octavo.config import KVPolicy, PreemptionMode, PreemptionVictim, SchedulingPolicy
 from octavo.errors import ConfigError, TokenizerError
 from octavo.lab.config import Router, SimConfig
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from octavo.lab.calibrated import CalibratedCosts
     from octavo.lab.costs import StepCosts
     from octavo.lab.gpus import Gpu, PoolSize
-    from octavo.lab.shapes import ModelShape
+    from octavo.lab.model_shape import ModelShape
     from octavo.lab.trace import Trace
 
 DEFAULT_MAX_MODEL_LEN = 2048
@@ -178,6 +178,7 @@ class MachineFlags:
             utilization=self.gpu_memory_utilization,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
         )
 
     def check_no_memory(self, why: str) -> None:
@@ -211,8 +212,11 @@ class MachineFlags:
             costs.check_model(self.shape())
         return costs
 
-    def step_costs(self, block_size: int, *, in_one_piece: bool = False) -> StepCosts:
+    def step_costs(
+        self, block_size: int, *, in_one_piece: bool = False, max_model_len: int | None = None
+    ) -> StepCosts:
         """The cost model for blocks of a size. in_one_piece: K and V are read so, as before paging.
+        max_model_len: longest sequence; None: the model's.
 
         Raises `ConfigError` and what else is wrong with a model, a GPU or a file."""
         from octavo.lab.costs import FixedCosts
@@ -227,9 +231,10 @@ class MachineFlags:
             from octavo.lab.tuner import ResizedCosts
 
             self._check_software("what was measured has its own")
-            if measured.block_size == block_size:
-                return measured
-            return ResizedCosts(measured, block_size, base=measured.block_size)
+            base = measured.block_size
+            if self.model is not None and not in_one_piece:  # it was measured in one group
+                base *= len(self.shape().kv_shape(1, max_model_len).windows)
+            return measured if base == block_size else ResizedCosts(measured, block_size, base=base)
         from octavo.lab.gpus import find_gpu, find_software
         from octavo.lab.roofline import RooflineCosts
 
@@ -240,6 +245,8 @@ class MachineFlags:
             num_gpus=self.tensor_parallel_size,
             block_size=None if in_one_piece else block_size,
             copied_tokens=block_size,
+            max_model_len=max_model_len,
+            in_groups=not in_one_piece,
             software=find_software(self.software),
         )
 
@@ -301,6 +308,8 @@ class SimFlags(SimConfig):
     max_padded_tokens: int | None = None
     """Most tokens that the longest prompt and the longest output of a batch of contiguous have
     together."""
+    windows: Hidden[tuple[int, ...]] = (0,)
+    layer_windows: Hidden[tuple[int, ...]] = (0,)
     num_replicas: int = 1
     """Engines of that size."""
     router: Router = "round-robin"
@@ -325,10 +334,13 @@ class SimFlags(SimConfig):
             values["num_blocks"] = machine.pool(self).num_blocks
         else:
             machine.check_no_memory("--num-blocks says how large the pool is")
+        shape = None if machine.model is None else machine.shape()
         if self.max_model_len is None:
-            has_model = machine.model is not None
-            limit = machine.shape().max_position_embeddings if has_model else None
-            values["max_model_len"] = limit or DEFAULT_MAX_MODEL_LEN
+            longest = DEFAULT_MAX_MODEL_LEN if shape is None else shape.max_position_embeddings
+            values["max_model_len"] = longest
+        if shape is not None:
+            values["windows"] = shape.kv_shape(1, values["max_model_len"]).windows
+            values["layer_windows"] = shape.layer_windows
         return SimConfig(**values)
 
     def _check(self) -> None:

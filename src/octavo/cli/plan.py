@@ -73,7 +73,7 @@ class PlanCommand:
 def main(prog: str, argv: Sequence[str]) -> int:
     """Run the command."""
     args = parse(PlanCommand, prog, argv)
-    machine, options = _machine(args.machine), _options(args)
+    machine, options = _machine(args.machine, args.max_model_len), _options(args)
     plan = _planned(args, machine, options, args.requests.load())
     print(plan)
     if args.json:
@@ -81,7 +81,7 @@ def main(prog: str, argv: Sequence[str]) -> int:
     return 0
 
 
-def _machine(args: PlanMachine) -> Machine:
+def _machine(args: PlanMachine, max_model_len: int | None) -> Machine:
     from octavo.lab.machine import GpuMachine
 
     shape, gpu = args.shape(), args.found_gpu()
@@ -93,6 +93,7 @@ def _machine(args: PlanMachine) -> Machine:
         host_gpus=args.host_gpus,
         utilization=args.gpu_memory_utilization,
         software=args.software,
+        max_model_len=max_model_len,
     )
 
 

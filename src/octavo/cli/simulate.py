@@ -53,7 +53,9 @@ def main(prog: str, argv: Sequence[str]) -> int:
     config = args.engine.config(args.machine)
     # kernels read K and V block by block under paging only
     in_one_piece = config.kv_policy != "paged"
-    costs = args.machine.step_costs(config.block_size, in_one_piece=in_one_piece)
+    costs = args.machine.step_costs(
+        config.block_size, in_one_piece=in_one_piece, max_model_len=config.max_model_len
+    )
     trace = args.requests.load()
     workload = args.arrivals.workload(trace, args.requests.num_requests, args.requests.seed)
     result = _simulated(args, workload, config, costs)
@@ -108,12 +110,16 @@ def _simulated(
 
 def _head(workload: Workload, config: SimConfig, costs: StepCosts, left_out: str) -> str:
     """What was simulated."""
-    num_slots = config.num_blocks * config.block_size
+    groups, share, of_groups = len(config.pool_windows), "", ""
+    if groups > 1:
+        share, of_groups = f" / {groups}", f" in {groups} groups of layers"
+    num_slots = config.num_slots // groups
     replicas = f"{config.num_replicas} x " if config.num_replicas > 1 else ""
     lines = [
         workload.about + (f" ({left_out} left out)" if left_out else ""),
         f"{costs.name}",
-        f"{replicas}{config.num_blocks:,} blocks x {config.block_size} = {num_slots:,} tokens, "
+        f"{replicas}{config.pool_blocks:,} blocks x {config.block_size}{share} = "
+        f"{num_slots:,} tokens{of_groups}, "
         f"{config.kv_policy}, prefix caching {'on' if config.enable_prefix_caching else 'off'}, "
         f"at most {config.max_num_seqs:,} sequences and {config.max_num_batched_tokens:,} tokens "
         "a step",

@@ -69,7 +69,7 @@ def main(prog: str, argv: Sequence[str]) -> int:
     args = parse(TuneCommand, prog, argv)
     _check(args)
     config = args.engine.config(args.machine)
-    costs = args.machine.step_costs(config.block_size)
+    costs = args.machine.step_costs(config.block_size, max_model_len=config.max_model_len)
     part, about, saturated = _part(args)
     extra = {} if args.measure is None else _measured(args, args.measure)
     tuning = _tuned(args, config, part, extra, saturated)
@@ -77,7 +77,7 @@ def main(prog: str, argv: Sequence[str]) -> int:
     from octavo.lab.tune_report import report
     from octavo.lab.tuner import REQUESTS
 
-    slots = config.num_blocks * config.block_size
+    slots = config.num_slots // len(config.windows)
     pool = f"pool of {slots:,} tokens; {costs.name}"
     if args.measure is not None:
         pool += f"; decoding by block size measured here with {args.measure}"
@@ -172,15 +172,26 @@ def _place(args: TuneCommand, config: SimConfig, extra: dict[int, float]) -> Pla
 
     measured = args.machine.calibration()
     has_model = args.machine.model is not None
-    token_bytes = args.machine.shape().kv_bytes_per_token if has_model else 1
-    pool_bytes = config.num_blocks * config.block_size * token_bytes
+    token_bytes = len(config.windows)
+    if has_model:
+        token_bytes = args.machine.shape().kv_shape(1, config.max_model_len).bytes_per_token
+    pool_bytes = config.num_slots * token_bytes // len(config.windows)
 
     def place(size: int) -> Placement:
-        costs = args.machine.step_costs(size)
+        costs = args.machine.step_costs(size, max_model_len=config.max_model_len)
         if measured is not None:
             more_s = extra.get(size, 0.0)
-            costs = ResizedCosts(measured, size, base=measured.block_size, extra_token_s=more_s)
-        return Placement(num_gpus=1, costs=costs, pool_bytes=pool_bytes, token_bytes=token_bytes)
+            costs = ResizedCosts(
+                measured, size, base=measured.block_size * len(config.windows), extra_token_s=more_s
+            )
+        return Placement(
+            num_gpus=1,
+            costs=costs,
+            pool_bytes=pool_bytes,
+            token_bytes=token_bytes,
+            windows=config.windows,
+            layer_windows=config.layer_windows,
+        )
 
     return place
 

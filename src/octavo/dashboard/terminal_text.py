@@ -41,6 +41,20 @@ def head_text(url: str, about: dict[str, Any], frame: dict[str, Any] | None, sta
     return text
 
 
+def _groups_text(frame: dict[str, Any], about: dict[str, Any]) -> str:
+    """What groups of layers hold that keep their KV equally long; nothing where all keep all."""
+    windows = about.get("windows", [0])
+    found = []
+    for window in dict.fromkeys(windows):
+        groups = [g for w, g in zip(windows, frame.get("groups", ()), strict=False) if w == window]
+        if not groups:
+            continue
+        keep = f"last {window:,}" if window else "all"
+        text = f"{len(groups)} keeping {keep} tokens {sum(g[0] for g in groups):,} blocks"
+        found.append(text + (f", {sum(g[1] for g in groups):,} given back" if window else ""))
+    return "\ngroups of layers: " + "; ".join(found) if found else ""
+
+
 def pool_text(blocks: Blocks, width: int, most_lines: int) -> Text:
     """The pool as cells, in the order of the blocks; where there are more blocks than cells, one
     stands for several, and shows what most of them are."""
@@ -79,6 +93,7 @@ def memory_text(frame: dict[str, Any], about: dict[str, Any], width: int) -> Tex
         text.append(f"{term} {ledger[term] / total:.1%}  ", colour)
     text.append(f"pinned {ledger['pinned'] / total:.1%}  saved by sharing ")
     text.append(f"{ledger['shared_saved'] / total:.1%}", "bold")
+    text.append(_groups_text(frame, about))
     for tier, blocks in frame["tiers"].items():
         size = sum(blocks.values())
         if size:

@@ -12,7 +12,7 @@ from typing import Any
 from octavo.errors import ConfigError
 from octavo.lab.costs import StepShape
 from octavo.lab.fit import Constants, Line, Residual, as_constants, as_dict, fit
-from octavo.lab.shapes import ModelShape
+from octavo.lab.model_shape import ModelShape
 
 FORMAT = "octavo calibration"
 VERSION = 1
@@ -54,7 +54,8 @@ class CalibratedCosts:
         block_bytes = self.about.get("block_bytes")
         if not block_bytes:
             return
-        measured, asked = block_bytes / self.block_size, shape.kv_bytes_per_token
+        measured = block_bytes / self.block_size  # without windows: there is one group
+        asked = shape.kv_bytes_per_token
         if measured != asked:
             raise ConfigError(
                 f"--costs is a calibration of {self.about['model']} in {self.about['dtype']}, "

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from octavo.attended import attended, attended_pairs
 from octavo.lab.costs import StepCosts, StepShape
 from octavo.lab.slices import Slice
 from octavo.util import cdiv, human_bytes
@@ -32,17 +33,25 @@ class Placement:
     pool_bytes: int
     """For KV, over all its GPUs."""
     token_bytes: int
-    """KV of a token, over all its GPUs."""
+    """KV of a token in all layers, over all its GPUs."""
+    windows: tuple[int, ...] = (0,)
+    """See `SimConfig.windows`: a block is of one such group of layers."""
+    layer_windows: tuple[int, ...] = (0,)
+    """See `SimConfig.layer_windows`."""
     arithmetic: tuple[str, ...] = ()
     """How the pool came to its size, line by line."""
 
     def num_blocks(self, block_size: int) -> int:
         """Blocks of that many tokens in the pool."""
-        return self.pool_bytes // (self.token_bytes * block_size)
+        return self.pool_bytes // self.block_bytes(block_size)
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of a block of that many tokens, over all its GPUs."""
+        return self.token_bytes * block_size // len(self.windows)
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the pool holds."""
+        """Tokens that the pool holds, each in all layers."""
         return self.pool_bytes // self.token_bytes
 
 
@@ -62,26 +71,39 @@ class Load:
 
     computed: float
     """Of the prompt, what is computed: what is left if all that prompts share is kept."""
+    read: float
+    """Of the context, what attention reads, mean over layers: some look back a window only."""
+    layer_windows: tuple[int, ...] = (0,)
+    """See `SimConfig.layer_windows`."""
 
     @classmethod
-    def of(cls, part: Slice, prefixes: bool = False) -> Load:
+    def of(cls, part: Slice, prefixes: bool = False, layer_windows: tuple[int, ...] = (0,)) -> Load:
         """The means of a slice. prefixes: whether prompts are found again."""
         computed = sum(part.new_tokens()) / len(part.requests) if prefixes else part.mean_input
         requests = part.requests
         outputs = sum(r.num_output * r.num_seqs for r in requests)
         seqs = sum(r.num_seqs for r in requests)
         held = sum(r.num_seqs * r.num_output * (r.num_input + r.num_output / 2) for r in requests)
-        return cls(part.mean_input, outputs / seqs, seqs / len(requests), held / outputs, computed)
+        context = read = held / outputs
+        if any(layer_windows):
+            read = sum(
+                r.num_seqs * attended_pairs(r.num_input, r.num_output, layer_windows)
+                for r in requests
+            ) / outputs  # fmt: skip
+        return cls(
+            part.mean_input, outputs / seqs, seqs / len(requests), context, computed, read,
+            layer_windows,
+        )  # fmt: skip
 
     def decodes(self, batch: float) -> StepShape:
         """A step in which a batch decodes, and nothing else."""
-        return StepShape(0, 0, round(batch), round(batch * self.context), round(batch))
+        return StepShape(0, 0, round(batch), round(batch * self.read), round(batch))
 
     def mixed(self, batch: float, prompts: float) -> StepShape:
         """The same with so many prompts beside it."""
         return self.decodes(batch)._replace(
             num_prefill_tokens=round(prompts * self.computed),
-            prefill_context=round(prompts * self.computed * (self.input - (self.computed - 1) / 2)),
+            prefill_context=round(prompts * self.pairs(self.computed)),
             num_samples=round(batch + prompts),
             num_prompts=max(1, round(prompts)),
         )
@@ -95,9 +117,16 @@ class Load:
             return full
         return prompts * full + (1 - prompts) * costs.step_s(self.decodes(batch))
 
-    def slots(self, block_size: int) -> float:
-        """Slots that a sequence of the batch takes: half of its last block is empty."""
-        return self.context + block_size / 2
+    def pairs(self, num_tokens: float) -> float:
+        """Pairs of one of the last so many tokens of a mean prompt and a token that it looks at."""
+        return attended_pairs(self.input - num_tokens, num_tokens, self.layer_windows)
+
+    def slots(self, block_size: int, windows: tuple[int, ...] = (0,)) -> float:
+        """Slots that a sequence of the batch takes: half of its last block is empty, and where a
+        window ends half of the first. windows: of the groups of layers, each of which takes some.
+        """
+        num_ends = sum(1 + (0 < window < self.context) for window in windows)
+        return len(windows) * attended(self.context, windows) + num_ends * block_size / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,18 +179,19 @@ def capacity_of(
 ) -> Capacity:
     """By the means of a slice. Where prompts are found again they are computed as if all that they
     share were kept, and held as if nothing were."""
-    load, costs = Load.of(part, prefixes), placement.costs
-    by_memory = int(placement.num_slots * (1 - WATERMARK) / load.slots(block_size))
+    load, costs = Load.of(part, prefixes, placement.layer_windows), placement.costs
+    slots = placement.num_slots * len(placement.windows)
+    by_memory = int(slots * (1 - WATERMARK) / load.slots(block_size, placement.windows))
     by_tpot = _largest(MAX_BATCH, lambda b: load.step_s(costs, b) <= tpot_s)
     batch = min(by_memory, by_tpot)
     step_s = load.step_s(costs, max(1, batch))
     tokens = part.new_tokens() if prefixes else [r.num_input for r in part.requests]
     pairs = sorted(
-        (num, num * (r.num_input - num) + num * (num + 1) // 2)
+        (num, round(attended_pairs(r.num_input - num, num, placement.layer_windows)))
         for num, r in zip(tokens, part.requests, strict=True)
     )
     prompt, pairs_at = pairs[min(len(pairs) - 1, cdiv(len(pairs) * int(percentile * 10), 1000))]
-    context = round(load.context)
+    context = round(load.read)
     alone_ttft_s = costs.step_s(StepShape(prompt, pairs_at, 0, 0, 1, num_prompts=1))
     rate = batch / (load.output * load.seqs * step_s)
     return Capacity(
@@ -198,6 +228,11 @@ def arithmetic(found: Capacity, rate: float, num_replicas: int, tpot_s: float) -
     share = rate / num_replicas
     flight = found.in_flight(share)
     step_s = load.step_s(placement.costs, max(1, flight))
+    slots, of_it = load.slots(size, placement.windows), f"+ {size} / 2"
+    groups, groups_phrase = len(placement.windows), ""
+    if any(placement.windows):
+        of_it = f"in {groups} groups of layers, less behind windows"
+        groups_phrase = f"{groups} x "
     shared = "; what prompts share is held once in the simulations, but not here"
     computed = f" ({load.computed:,.0f} of it new)" * found.prefixes
     return [
@@ -207,8 +242,8 @@ def arithmetic(found: Capacity, rate: float, num_replicas: int, tpot_s: float) -
         f"workload, means: prompt {load.input:,.0f}{computed}, output {load.output:,.0f} tokens"
         + (f", {load.seqs:.3g} sequences a request" if load.seqs > 1 else "")
         + f"; a sequence in the batch holds {load.context:,.0f} tokens "
-        f"+ {size} / 2 = {load.slots(size):,.0f} slots",
-        f"memory: {placement.num_slots:,} x {1 - WATERMARK:.0%} / {load.slots(size):,.0f} = "
+        f"{of_it} = {slots:,.0f} slots",
+        f"memory: {groups_phrase}{placement.num_slots:,} x {1 - WATERMARK:.0%} / {slots:,.0f} = "
         f"{found.by_memory:,} sequences in flight at most",
         f"compute: a step of {max(1, found.by_tpot):,} sequences takes "
         f"{1e3 * load.step_s(placement.costs, max(1, found.by_tpot)):.1f} ms, "

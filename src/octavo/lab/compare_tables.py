@@ -19,8 +19,10 @@ LIMIT_S = 0.5
 def tables(found: Comparison, bytes_per_token: int = 0) -> str:
     """The comparison as text, some 110 columns wide."""
     config = found.config
-    slots = config.num_blocks * config.block_size
-    size = f", {human_bytes(slots * bytes_per_token)}" if bytes_per_token else ""
+    groups, slots = len(config.windows), config.num_blocks * config.block_size
+    size = f", {human_bytes(slots * bytes_per_token // groups)}" if bytes_per_token else ""
+    if groups > 1:
+        size += f" in {groups} groups of layers (paged; one group in other policies)"
     lines = [
         f"Requests  {found.workload}",
         f"Engine    {config.num_blocks:,} blocks x {config.block_size} tokens = {slots:,} slots"

@@ -18,7 +18,7 @@ class SimConfig:
     """An engine as the scheduler and the memory manager see it. Names are `EngineConfig`'s."""
 
     num_blocks: int
-    """KV blocks of each replica."""
+    """KV blocks of each replica, each of one group of layers."""
     block_size: int = 16
     kv_policy: KVPolicy = "paged"
     max_model_len: int = 2048
@@ -42,8 +42,29 @@ class SimConfig:
     """Of `contiguous`: the longest prompt and the longest output of a batch together."""
     num_replicas: int = 1
     router: Router = "round-robin"
+    windows: tuple[int, ...] = (0,)
+    """By group of layers the tokens that they look back, 0: all (`octavo.kv_groups`). `paged` gives
+    back what lies behind."""
+    layer_windows: tuple[int, ...] = (0,)
+    """The same of each layer, or of all: what their attention reads, whatever is kept."""
     stride: bool = True
     """Take stretches of steps in which nothing can change in one go; the decisions are the same."""
+
+    @property
+    def pool_windows(self) -> tuple[int, ...]:
+        """`windows` as the pool has them: policies other than `paged` keep all layers in one group,
+        and all of it."""
+        return self.windows if self.kv_policy == "paged" else (0,)
+
+    @property
+    def pool_blocks(self) -> int:
+        """Blocks of the pool: with all layers in one group they are as many times as large."""
+        return self.num_blocks * len(self.pool_windows) // len(self.windows)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the pool, each of a token in one group of layers."""
+        return self.pool_blocks * self.block_size
 
     def replace(self, **changes: Any) -> SimConfig:
         """A copy with some fields changed."""

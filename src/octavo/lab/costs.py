@@ -8,7 +8,8 @@ from octavo.errors import ConfigError
 
 
 class StepShape(NamedTuple):
-    """What decides how long a step takes. Sums over its sequences."""
+    """What decides how long a step takes. Sums over its sequences; of pairs of tokens the mean over
+    layers, of which some may look back a window only (`octavo.attended`)."""
 
     num_prefill_tokens: int
     """Tokens of prompts (and of what is computed again): shares of more than one token, or that do

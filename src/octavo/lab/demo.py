@@ -84,7 +84,7 @@ class Stage:
         result = self._simulation.result(self._now_s, 0.0)
         seconds = max(self._now_s, 1e-9)
         weights = [sample.lasts_s for sample in result.samples]
-        num_slots = self.config.num_blocks * self.config.block_size
+        num_slots = self.config.num_slots
         total_s = sum(weights) or math.inf
         shares = {
             term: sum(getattr(s, term) * s.lasts_s for s in result.samples) / total_s / num_slots

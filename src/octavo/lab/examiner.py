@@ -166,7 +166,7 @@ class Examiner:
             if other:
                 proposals.append((f"blocks of {other}", partial(self._other_block, other)))
         if self._worst is not None and self._worst.result.num_preemptions:
-            block_bytes = answer.placement.token_bytes * size
+            block_bytes = answer.placement.block_bytes(size)
             proposals.append(
                 changed(
                     "swap space",
@@ -257,9 +257,9 @@ class Examiner:
         prefill = max(0, round((result.num_tokens_computed - result.num_output_tokens) / num))
         shape = StepShape(
             num_prefill_tokens=prefill,
-            prefill_context=round(prefill * load.input / 2),
+            prefill_context=round(prefill * load.pairs(load.input) / load.input),
             num_decodes=decodes,
-            decode_context=round(decodes * load.context),
+            decode_context=round(decodes * load.read),
             num_samples=decodes,
             num_prompts=cdiv(prefill, max(1, round(load.input))),
         )

@@ -9,7 +9,8 @@ from importlib.resources import files
 from typing import Any
 
 from octavo.errors import CapacityError, ConfigError
-from octavo.lab.shapes import ModelShape
+from octavo.kv.sizing import KVShape
+from octavo.lab.model_shape import ModelShape
 from octavo.util import human_bytes
 
 DEFAULT_SOFTWARE = "2026"
@@ -96,17 +97,18 @@ class PoolSize:
     activation_bytes: int
     reserved_bytes: int
     """Of the runtime: context, collectives, graphs."""
-    bytes_per_token: int
+    shape: KVShape
+    """What one GPU keeps of a token."""
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the pool holds."""
-        return self.num_blocks * self.block_size
+        """Tokens that the pool holds, each in all layers."""
+        return self.num_blocks * self.block_size // len(self.shape.windows)
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of the pool on one GPU."""
-        return self.num_slots * self.bytes_per_token
+        return self.num_blocks * self.shape.bytes_per_block(self.block_size)
 
     def terms(self) -> dict[str, int]:
         """What the usable memory of one GPU goes into; the last is less than a block."""
@@ -131,10 +133,13 @@ class PoolSize:
             for name, size in self.terms().items()
             if name in ("weights", "activations", "runtime")
         ]
+        shape = self.shape
+        of_groups = f", {shape.groups_phrase}" if any(shape.windows) else ""
+        in_all = " in all layers" * any(shape.windows)
         lines.append(
             f"= {'KV cache':<20} {human_bytes(self.kv_bytes):>12}  {self.num_blocks:,} blocks x "
-            f"{self.block_size} tokens x {self.bytes_per_token:,} B; room for "
-            f"{self.num_slots:,} tokens"
+            f"{shape.block_terms(self.block_size)}{of_groups}; room for {self.num_slots:,} "
+            f"tokens{in_all}"
         )
         return "\n".join(lines)
 
@@ -185,9 +190,11 @@ def pool_blocks(
     max_num_batched_tokens: int = 8192,
     max_num_seqs: int = 256,
     reserved_bytes: int = 1 << 30,
+    max_model_len: int | None = None,
 ) -> PoolSize:
     """Size the pool of a model on GPUs that share it by tensor parallelism: memory less weights,
-    less activations of the largest step, less what the runtime takes.
+    less activations of the largest step, less what the runtime takes. Layers with a window are in
+    groups for sequences of at most `max_model_len` tokens (see `ModelShape.kv_shape`).
 
     Raises `CapacityError`, with the arithmetic, where nothing is left, and `ConfigError` for limits
     that make no sense.
@@ -199,16 +206,17 @@ def pool_blocks(
         )
     weights = shape.weight_bytes // num_gpus
     activations = shape.activation_bytes(max_num_batched_tokens, max_num_seqs, num_gpus)
-    per_token = shape.kv_shape(num_gpus).bytes_per_token
+    kv = shape.kv_shape(num_gpus, max_model_len)
+    block_bytes = kv.bytes_per_block(block_size)
     usable = int(gpu.memory_bytes * utilization)
     left = usable - weights - activations - reserved_bytes
-    num_blocks = left // (per_token * block_size)
+    num_blocks = left // block_bytes
     if num_blocks < 1:
         raise CapacityError(
             f"{shape.name} leaves no room for KV on {num_gpus} x {gpu.name}: "
             f"{human_bytes(gpu.memory_bytes)} x {utilization:g} - {human_bytes(weights)} weights - "
             f"{human_bytes(activations)} activations - {human_bytes(reserved_bytes)} runtime = "
-            f"{human_bytes(left)} each, and a block is {human_bytes(per_token * block_size)}; take "
+            f"{human_bytes(left)} each, and a block is {human_bytes(block_bytes)}; take "
             "more or larger GPUs, or a smaller model"
         )
     return PoolSize(
@@ -220,7 +228,7 @@ def pool_blocks(
         weight_bytes=weights,
         activation_bytes=activations,
         reserved_bytes=reserved_bytes,
-        bytes_per_token=per_token,
+        shape=kv,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from octavo.attended import attended
 from octavo.lab.config import SimConfig
 from octavo.lab.results import PoolSample
 
@@ -94,9 +95,10 @@ def waiting_of(
 ) -> Waiting:
     """Look at who waited, sample by sample; the samples are evenly spaced, each of one replica.
     watermark: the share of the pool that was kept free, where it was more than the config's."""
-    slots = config.num_blocks * config.block_size
+    slots, windows = config.num_slots, config.pool_windows
     kept = config.watermark if watermark is None else watermark
-    needed = mean_prompt + config.block_size + kept * slots
+    prompt = len(windows) * attended(mean_prompt, windows)
+    needed = prompt + len(windows) * config.block_size + kept * slots
     shares = {"memory": 0, "seats": 0, "compute": 0}
     for sample in samples:
         if sample.num_running >= config.max_num_seqs:

@@ -9,8 +9,8 @@ from octavo.errors import ConfigError
 from octavo.lab.capacity import Placement
 from octavo.lab.costs import StepCosts, StepShape
 from octavo.lab.gpus import DEFAULT_SOFTWARE, Gpu, find_software, pool_blocks
+from octavo.lab.model_shape import ModelShape
 from octavo.lab.roofline import RooflineCosts
-from octavo.lab.shapes import ModelShape
 
 PLAN_TOKENS, PLAN_SEATS = 8192, 1024
 """The largest step that room is left for: token budget and seats."""
@@ -45,8 +45,10 @@ class GpuMachine:
         host_gpus: int = 8,
         utilization: float = 0.9,
         software: str = DEFAULT_SOFTWARE,
+        max_model_len: int | None = None,
     ) -> None:
-        """host_gpus: how many GPUs one model may be split over."""
+        """host_gpus: how many GPUs one model may be split over. max_model_len: longest sequence;
+        None: the model's."""
         if host_gpus < 1:
             raise ConfigError(f"--host-gpus must be at least 1, got {host_gpus}")
         if not 0 < utilization <= 1:
@@ -55,7 +57,7 @@ class GpuMachine:
             )
         self.shape, self.gpu = shape, gpu
         self._host_gpus, self._utilization = host_gpus, utilization
-        self._software = find_software(software)
+        self._software, self._max_model_len = find_software(software), max_model_len
 
     @property
     def name(self) -> str:
@@ -81,12 +83,14 @@ class GpuMachine:
             utilization=self._utilization,
             max_num_batched_tokens=PLAN_TOKENS,
             max_num_seqs=PLAN_SEATS,
+            max_model_len=self._max_model_len,
         )
         costs: StepCosts = RooflineCosts(
             self.shape,
             self.gpu,
             num_gpus=num_gpus,
             block_size=block_size,
+            max_model_len=self._max_model_len,
             software=self._software,
         )
         share = 2 if half_kv else 1
@@ -94,7 +98,9 @@ class GpuMachine:
             num_gpus=num_gpus,
             costs=HalfKVCosts(costs) if half_kv else costs,
             pool_bytes=pool.kv_bytes * num_gpus,
-            token_bytes=pool.bytes_per_token * num_gpus // share,
+            token_bytes=pool.shape.bytes_per_token * num_gpus // share,
+            windows=pool.shape.windows,
+            layer_windows=self.shape.layer_windows,
             arithmetic=(str(self.shape), *str(pool).splitlines()),
         )
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import c_float
 from dataclasses import dataclass, field
 
+from octavo.attended import counts_within
 from octavo.lab.costs import StepShape
 from octavo.plan import BeamCandidate, BeamDraw, SeqResult, StepPlan, StepResult
 
@@ -100,9 +101,9 @@ class NullModel:
         )
 
 
-def shape_of(plan: StepPlan) -> StepShape:
-    """What is in a step."""
-    counts, num_host = plan.counts(), plan.num_host_copies
+def shape_of(plan: StepPlan, windows: Sequence[int] = (0,)) -> StepShape:
+    """What is in a step. windows: see `attended`."""
+    counts, num_host = counts_within(plan, windows), plan.num_host_copies
     return StepShape(
         *counts[:5], num_host, len(plan.copies) - num_host, num_prompts=counts.num_prompts
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from octavo.attended import attended, attended_pairs
 from octavo.lab.costs import StepCosts, StepShape
 from octavo.plan import StepPlan
 
@@ -15,9 +18,12 @@ class PaddedBatch:
     ended is left out, are charged with the rounds that their furthest sequence has reached.
     """
 
-    def __init__(self, costs: StepCosts, rows: list[tuple[int, int]]) -> None:
-        """`rows`: of each request, how many sequences and prompt tokens."""
-        self._costs = costs
+    def __init__(
+        self, costs: StepCosts, rows: list[tuple[int, int]], windows: Sequence[int] = (0,)
+    ) -> None:
+        """`rows`: of each request, how many sequences and prompt tokens. windows: see
+        `attended`."""
+        self._costs, self._windows = costs, windows
         self._num_rows = sum(num for num, _ in rows)
         self._max_input = max(num_input for _, num_input in rows)
         self._num_rounds = 0
@@ -61,6 +67,8 @@ class PaddedBatch:
     def _shape(self, index: int) -> StepShape:
         rows, longest = self._num_rows, self._max_input
         if index == 1:
-            pairs = rows * (longest * (longest + 1) // 2)
+            pairs = rows * round(attended_pairs(0, longest, self._windows))
             return StepShape(rows * longest, pairs, 0, 0, rows, num_prompts=rows)
-        return StepShape(0, 0, rows, rows * (longest + index - 1), rows)
+        return StepShape(
+            0, 0, rows, round(rows * attended(longest + index - 1, self._windows)), rows
+        )

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from octavo.errors import CapacityError
+from octavo.kv.needs import BlockNeeds
 from octavo.lab.capacity import Capacity, capacity_of, cdiv_up
-from octavo.lab.machine import Machine
+from octavo.lab.machine import PLAN_TOKENS, Machine
 from octavo.lab.search import SEARCH, Answer, PlanOptions, Search, gpus_of
 from octavo.lab.slices import Slice, busiest
 from octavo.lab.trace import TraceRequest
@@ -165,7 +166,8 @@ def _able(part: Slice, machine: Machine, options: PlanOptions) -> tuple[list[Cap
             prefixes=prefixes,
         )
         longest = min(part.max_tokens, options.max_model_len)
-        if placement.num_slots < longest + options.block_size:
+        needs = BlockNeeds(options.block_size, placement.windows, PLAN_TOKENS)
+        if needs.most_tokens(placement.num_blocks(options.block_size)) < longest:
             rejected.append(
                 f"{where}: the pool has {placement.num_slots:,} slots and the longest request "
                 f"{longest:,} tokens"

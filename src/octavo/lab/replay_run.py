@@ -39,6 +39,7 @@ class Run:
         """resizes: whether the recorded resizes of the pool make sense. knows_lengths: whether the
         engine is told how much each request will generate."""
         self.kv, self.scheduler = build(limits)
+        self._windows = limits.windows
         self.meter = Meter()
         self.notes: list[str] = []
         self.num_overtaken = 0
@@ -157,7 +158,7 @@ class Run:
             self._abort(timed)
 
     def _execute(self, plan: StepPlan) -> None:
-        shape = shape_of(plan)
+        shape = shape_of(plan, self._windows)
         copy_s = self._costs.copy_s(shape.num_host_blocks)
         step_s = self._costs.step_s(shape) if plan.seqs else copy_s
         self._now_s += step_s

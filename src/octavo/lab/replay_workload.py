@@ -95,7 +95,7 @@ class RecordedWorkload(Watcher):
 
     def begun(self, kv: KVCacheManager, scheduler: Scheduler) -> None:
         """See `Watcher`."""
-        self._scheduler = scheduler
+        self._kv, self._scheduler = kv, scheduler
 
     def added(self, request: Request, stats: RequestStats) -> None:
         """See `Watcher`."""
@@ -151,7 +151,9 @@ class RecordedWorkload(Watcher):
                 self._live[request_id].draws.append(candidates)
         if plan.seqs:
             seconds = now_s - self._planned_s
-            self._waiting = TimedStep(shape_of(plan), seconds, result.copy_s, None)
+            self._waiting = TimedStep(
+                shape_of(plan, self._kv.windows), seconds, result.copy_s, None
+            )
         self._updated_s = now_s
 
     def news(self, updates: list[SeqUpdate]) -> None:

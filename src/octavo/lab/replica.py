@@ -78,7 +78,10 @@ class Replica:
         costs little memory here."""
         fcfs = config.scheduling_policy == "fcfs"
         self._max_line = 2 * config.max_num_seqs + 64 if fcfs else math.inf
-        self._can_stride = config.stride and self.model.draws_own_tokens
+        self._strides = config.stride and self.model.draws_own_tokens
+        if any(config.layer_windows) and not self.kv.policy.batches_requests:
+            self._strides = False  # what a stride reads is a sum of lengths
+        self._can_stride = self._strides
         self._batch: PaddedBatch | None = None
         """Under `contiguous`: what runs."""
         self._unanswered: list[_Live] = []
@@ -177,7 +180,7 @@ class Replica:
         if not plan.seqs:
             return 0.0
         if not self.kv.policy.batches_requests:
-            return self.costs.step_s(shape_of(plan))
+            return self.costs.step_s(shape_of(plan, self.config.layer_windows))
         if self._batch is None:
             rows = []
             for live in self._live.values():
@@ -185,7 +188,7 @@ class Replica:
                     rows.append((live.trace.num_seqs, live.trace.num_input))
                 elif self.config.scheduling_policy == "fcfs":
                     break
-            self._batch = PaddedBatch(self.costs, rows)
+            self._batch = PaddedBatch(self.costs, rows, self.config.layer_windows)
             self._can_stride &= all(num == 1 for num, _ in rows)
         return self._batch.step_s(plan)
 
@@ -236,7 +239,7 @@ class Replica:
                 self._unanswered.append(live)
         if self._batch is not None and not self.kv.num_sequences:
             self._batch = None
-            self._can_stride = self.config.stride and self.model.draws_own_tokens
+            self._can_stride = self._strides
             for live in self._unanswered:
                 live.stats.metrics.finished_s = live.stats.metrics.first_token_s = self.now_s
                 self._record(live)
@@ -278,9 +281,11 @@ def _build(config: SimConfig) -> tuple[KVCacheManager, Scheduler]:
         max_batch=config.max_batch,
         max_padded_tokens=config.max_padded_tokens,
         region_tokens=config.region_tokens,
+        windows=config.pool_windows,
+        max_chunk_tokens=config.max_num_batched_tokens,
     )
     kv = KVCacheManager(
-        config.num_blocks,
+        config.pool_blocks,
         config.block_size,
         policy,
         enable_prefix_caching=config.enable_prefix_caching,

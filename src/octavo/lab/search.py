@@ -220,7 +220,9 @@ def first_config(found: Capacity, part: Slice, options: PlanOptions) -> SimConfi
     for larger in BUDGETS:
         chunk = max(0, larger - decodes.num_decodes)
         full = decodes._replace(
-            num_prefill_tokens=chunk, prefill_context=round(chunk * load.input / 2), num_prompts=1
+            num_prefill_tokens=chunk,
+            prefill_context=round(chunk * load.pairs(load.input) / load.input),
+            num_prompts=1,
         )
         if larger > budget and costs.step_s(full) <= _CHUNK_STEP * options.slo.tpot_s:
             budget = larger
@@ -233,6 +235,8 @@ def first_config(found: Capacity, part: Slice, options: PlanOptions) -> SimConfi
         max_num_seqs=seats,
         max_num_batched_tokens=budget,
         enable_prefix_caching=prefixes,
+        windows=found.placement.windows,
+        layer_windows=found.placement.layer_windows,
     )
 
 

@@ -93,7 +93,7 @@ class Simulation:
             config.router,
             config.num_replicas,
             block_tokens=block_tokens,
-            max_tokens=config.num_blocks * config.block_size,
+            max_tokens=config.num_slots // len(config.pool_windows),
             spare_tokens=config.max_num_batched_tokens,
         )
         self._times = RequestTimes()

@@ -98,7 +98,7 @@ class Summary:
         lasted_s = max(result.end_s, 1e-9)
         window = window_of(result, times.arrival_s.tolist())
         means = pool_means(result.samples, window)
-        num_slots = config.num_blocks * config.block_size  # a sample is of one replica
+        num_slots = config.num_slots  # a sample is of one replica
         tokens = result.num_input_tokens + result.num_output_tokens
         return cls(
             num_requests=result.num_requests,

@@ -196,17 +196,17 @@ def _row(part: Slice, placement: Placement, size: int, options: TuneOptions) -> 
     config = _config(placement, size, options)
     if config.num_blocks < 1:
         raise CapacityError(
-            f"a block of {size} tokens is {size * placement.token_bytes:,} B, and the pool "
+            f"a block of {size} tokens is {placement.block_bytes(size):,} B, and the pool "
             f"{placement.pool_bytes:,} B"
         )
     requests = _requests(part, options)
     result = _simulate(requests, part, config, placement.costs)
     if not len(result.times):
         raise CapacityError(f"blocks of {size}: no request fits: {result.refusals[0]}")
-    load = Load.of(part)
+    load = Load.of(part, layer_windows=placement.layer_windows)
     entries = load.context / size + 0.5
     batch = result.mean_seqs
-    alone = StepShape(0, 0, max(1, round(batch)), round(batch * load.context), round(batch))
+    alone = StepShape(0, 0, max(1, round(batch)), round(batch * load.read), round(batch))
     times = result.times
     several = times.tpot_s()  # a single token has nobody behind it: 0
     tpot_s = np.concatenate([several, np.zeros(len(times) - len(several))])

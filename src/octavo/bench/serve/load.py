@@ -44,9 +44,11 @@ class Job:
     num_output: int
 
 
-async def wait_ready(target: Target, timeout_s: float) -> str:
-    """Ask for the models until the server answers; the name to ask for. Raises `ConfigError` if it
-    does not in time, or has not got the model."""
+async def wait_ready(
+    target: Target, timeout_s: float, tell: Callable[[str], None] | None = None
+) -> str:
+    """Ask for the models until the server answers; the name to ask for. `tell` is told once that
+    it did not at first. Raises `ConfigError` if it does not in time, or has not got the model."""
     until_s = time.monotonic() + timeout_s
     url, trouble = target.base_url.rstrip("/") + "/v1/models", "no answer"
     async with aiohttp.ClientSession(headers=target.headers) as session:
@@ -66,6 +68,9 @@ async def wait_ready(target: Target, timeout_s: float) -> str:
                     f"{url} was not ready within {timeout_s:g} s ({trouble}): check --base-url, or "
                     "raise --ready-check-timeout-sec"
                 )
+            if tell is not None:
+                tell(f"waiting up to {timeout_s:g} s for {url} ({trouble})")
+                tell = None
             await asyncio.sleep(0.5)
 
 

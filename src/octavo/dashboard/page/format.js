@@ -7,6 +7,19 @@ export const brief = (name) => (name.length > 20 ? `${name.slice(0, 16)}…` : n
 
 export const whole = (value) => (value == null ? "–" : WHOLE.format(value));
 
+/** Whole numbers in order, runs of three or more as `4–9`. */
+export function ranges(numbers) {
+  const runs = [];
+  for (const number of numbers) {
+    const run = runs[runs.length - 1];
+    if (run !== undefined && run[1] === number - 1) run[1] = number;
+    else runs.push([number, number]);
+  }
+  const told = ([first, last]) =>
+    first === last ? `${first}` : `${first}${last === first + 1 ? ", " : "–"}${last}`;
+  return runs.map(told).join(", ");
+}
+
 export function short(value) {
   if (value == null) return "–";
   if (value >= 1e6) return `${trim(value / 1e6)}M`;

@@ -2,8 +2,14 @@
 
 import { CACHED, STATE_NAMES, USED } from "./frames.js";
 import { brief, seconds, whole } from "./format.js";
+import { groupText, hasGroups } from "./groups.js";
 
 const PATIENCE_MS = 120; // how long a pointer rests before the server is asked
+
+const positions = ({ start, end }) => {
+  if (end <= start) return "nothing in it yet";
+  return end === start + 1 ? `position ${start}` : `positions ${start}–${end - 1}`;
+};
 
 export class Inspector {
   constructor(panel, blockUrl) {
@@ -121,10 +127,12 @@ export class Inspector {
     about.push(Number.isFinite(age) ? `for ${seconds(age)}` : "since before this page was open");
     const found = [`Block ${whole(block)}: ${STATE_NAMES[state]}`, about.join(", ")];
     const owners = this.answer?.owners ?? [];
-    if (owners.length > 1 || (owners.length === 1 && owners[0].index != null)) {
+    if (owners.length > 0) {
+      if (hasGroups(frame.about)) {
+        found.push(`Holds KV of ${groupText(frame.about, owners[0].group)}`);
+      }
       const names = owners.slice(0, 4).map((owner) => {
-        const id = brief(owner.id);
-        return owner.index == null ? id : `${id} (its block ${owner.index})`;
+        return `${brief(owner.id)} (its block ${owner.index}, ${positions(owner)})`;
       });
       if (owners.length > 4) names.push(`and ${owners.length - 4} more`);
       found.push(`In the tables of ${names.join(", ")}`);

@@ -4,6 +4,7 @@ import { lines, stacked, timeAt } from "./charts.js";
 import { History, Pool, TERMS, summary } from "./frames.js";
 import { brief, bytes, percent, seconds, short, whole } from "./format.js";
 import { Grid } from "./grid.js";
+import { GroupTable } from "./groups.js";
 import { Inspector } from "./inspector.js";
 import { RequestTable } from "./requests.js";
 
@@ -35,10 +36,11 @@ export class Panel {
     this.root.setAttribute("aria-label", name);
     this.grid = new Grid(this.at(".grid"), this.pool, palette);
     this.inspector = new Inspector(this, blockUrl);
-    this.requests = new RequestTable(this.at("tbody"), this.at(".more"), (number) => {
+    this.requests = new RequestTable(this.at(".rows"), this.at(".more"), (number) => {
       this.grid.choose(number);
       this.touch();
     });
+    this.groups = new GroupTable(this.at(".groups"));
     for (const chart of this.root.querySelectorAll(".chart")) {
       chart.addEventListener("click", (event) => {
         if (this.frame) onSeek(timeAt(chart, event.clientX, this.range()));
@@ -138,6 +140,7 @@ export class Panel {
     this.grid.draw(frame.time);
     this.#tiles(frame);
     this.#charts(frame);
+    this.groups.show(frame);
     this.requests.show(frame, this.palette);
     this.#prefix(frame);
     this.#tiers(frame);
