@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -32,6 +33,11 @@ settings.register_profile(
 settings.load_profile("octavo")
 
 
+def pytest_sessionfinish() -> None:
+    """What was left out of garbage collections is looked at again."""
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests that need a GPU where there is none."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
@@ -52,6 +58,14 @@ def small_pools_on_a_gpu() -> None:
         from octavo.config import EngineConfig
 
         EngineConfig.__init__.__kwdefaults__["kv_cache_memory_bytes"] = 1 << 28
+
+
+@pytest.fixture(scope="module", autouse=True)
+def garbage_of_this_module_alone() -> None:
+    """An engine that closes collects garbage. What is there already (a million objects of tests,
+    torch and transformers, which take it half a second) is not looked through each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,4 +1,7 @@
-"""Beam search equals transformers' `generate(num_beams=...)`, token for token (float32)."""
+"""Beam search equals transformers' `generate(num_beams=...)`, token for token (float32).
+
+Of the default model, too: test_default_model.py.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from beam_support import assert_same, transformers_beams
 
-from octavo import LLM, BeamSearchOutput, BeamSearchParams
+from octavo import LLM, BeamSearchParams
 
 EOS = 2
 TINY: dict[str, Any] = {
@@ -19,51 +23,6 @@ TINY: dict[str, Any] = {
     "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0,
 }  # fmt: skip
 TINY_LENGTHS = (1, 3, 4, 5, 16, 17, 30)
-TEXTS = (
-    "The capital of France is",
-    "Once upon a time, in a village by the sea, there lived",
-    "<|im_start|>user\nName three primary colours.<|im_end|>\n<|im_start|>assistant\n",
-    "1, 1, 2, 3, 5, 8, 13,",
-    "<|im_start|>user\nSay yes.<|im_end|>\n<|im_start|>assistant\n",
-    "The quick brown fox jumps over the lazy dog. The quick brown",
-)
-Beams = list[tuple[list[int], float]]
-
-
-@torch.inference_mode()
-def transformers_beams(
-    model: Any, prompt: list[int], params: BeamSearchParams, eos: int | None
-) -> Beams:
-    """(output tokens, score) of the returned beams, best first."""
-    found = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones((1, len(prompt)), dtype=torch.int64),
-        do_sample=False,
-        num_beams=params.beam_width,
-        num_return_sequences=params.beam_width,
-        max_new_tokens=params.max_tokens,
-        length_penalty=params.length_penalty,
-        early_stopping=params.early_stopping,
-        eos_token_id=eos,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
-    beams = []
-    for row, score in zip(found.sequences, found.sequences_scores, strict=True):
-        tokens = row[len(prompt) :].tolist()
-        if eos in tokens:
-            tokens = tokens[: tokens.index(eos) + 1]  # behind it is padding
-        beams.append((tokens, float(score)))
-    return beams
-
-
-def assert_same(output: BeamSearchOutput, num_prompt: int, expected: Beams, width: int) -> None:
-    assert len(output.sequences) == width
-    got = [beam.tokens[num_prompt:] for beam in output.sequences]
-    assert got == [tokens for tokens, _ in expected]
-    for beam, (_, score) in zip(output.sequences, expected, strict=True):
-        assert beam.score == pytest.approx(score, abs=2e-4)
 
 
 @pytest.fixture(scope="module")
@@ -130,35 +89,3 @@ def test_tiny_model(
         assert ended, "no beam ended by end-of-sequence: the test does not reach that"
     report = tiny_llm.memory_report()
     assert report.ledger.num_physical_blocks == 0
-
-
-@pytest.fixture(scope="module")
-def reference(default_model_path: Path) -> Iterator[Any]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        default_model_path.parent, gguf_file=default_model_path.name, dtype=torch.float32
-    )
-    yield model.eval()
-    del model
-
-
-@pytest.mark.model
-@pytest.mark.parametrize(
-    ("width", "fields"),
-    [(4, {}), (3, {"early_stopping": True, "length_penalty": 0.6})],
-    ids=["width-4", "width-3-early"],
-)
-def test_real_model(
-    default_model_path: Path, reference: Any, width: int, fields: dict[str, Any]
-) -> None:
-    params = BeamSearchParams(beam_width=width, max_tokens=24, **fields)
-    with LLM(str(default_model_path), dtype="float32", max_model_len=256) as llm:
-        tokenizer = llm.get_tokenizer()
-        assert tokenizer is not None
-        prompts = [tokenizer.encode(text) for text in TEXTS]
-        (eos,) = tokenizer.eos_token_ids
-        outputs = llm.beam_search([*prompts], params, use_tqdm=False)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        expected = transformers_beams(reference, prompt, params, eos)
-        assert_same(output, len(prompt), expected, width)
-        for beam in output.sequences:
-            assert beam.text is not None

@@ -114,6 +114,23 @@ def test_aborted_sample_by_sample(weighted: LLM) -> None:
     assert not weighted.abort_sample(request_id, 0) and not weighted.abort_sample("none", 0)
 
 
+def test_samples_of_which_only_the_end_is_wanted_keep_what_they_have_when_aborted(
+    weighted: LLM,
+) -> None:
+    params = SamplingParams(**HOT, n=3)
+    whole = samples(weighted.generate(PROMPT, params, use_tqdm=False)[0])
+    stream = weighted.stream(PROMPT, params, final_only=True)
+    others = weighted.stream(PROMPT, GREEDY)  # whoever reads them runs the steps of all
+    next(others), next(others), next(others)
+    assert weighted.abort_sample(stream.request_id, 1)
+    (last,) = stream
+    assert samples(last) == [whole[0], whole[1][:3], whole[2]]
+    assert last.outputs[1].finish_reason == FinishReason.ABORT
+    streamed = list(weighted.stream(PROMPT, params))[-1]
+    assert [o.text for o in last.outputs][::2] == [o.text for o in streamed.outputs][::2]
+    assert last.outputs[1].text == streamed.outputs[1].text[: len(last.outputs[1].text)]
+
+
 # -- best_of
 
 

@@ -97,6 +97,18 @@ def test_delta_outputs_add_up(byte_tokenizer) -> None:
     assert last.outputs[0].text == "ENx"
 
 
+@pytest.mark.parametrize("kind", [OutputKind.CUMULATIVE, OutputKind.DELTA])
+def test_what_is_made_without_its_init_has_every_field(byte_tokenizer, kind) -> None:
+    engine = Engine(byte_tokenizer, kind)
+    engine.add()
+    (output,) = engine.push("x")
+    for made in (output, *output.outputs, output.metrics, output.metrics.copy()):
+        names = {field.name for field in dataclasses.fields(made)}
+        assert {name for name in names if hasattr(made, name)} == names, type(made)
+    assert output.outputs == [CompletionOutput(0, "x", [ord("x")])]
+    assert output.kv == RequestKVUsage() and output.prompt == "a"
+
+
 def test_final_only(byte_tokenizer) -> None:
     engine = Engine(byte_tokenizer, OutputKind.FINAL_ONLY)
     engine.add(n=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from octavo import LLM, EngineConfig, SamplingParams
 from octavo.engine.quantize import checkpoint_method, plan_weights
 from octavo.errors import ConfigError
 from octavo.ops.cpu import native, qgemm
+from octavo.weights.gguf import GGUFSource
 from octavo.weights.load import OpenModel, open_model
 from octavo.weights.locate import locate
 
@@ -54,6 +56,17 @@ def test_plain_weights(plain: OpenModel) -> None:
         plan_weights(config("fp8"), plain, CPU)
     with pytest.raises(ConfigError, match=r"'int8' is for CPUs and device is 'cuda'"):
         plan_weights(config("int8"), plain, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "method"), [(("F64", "F32", "BF16"), None), (("F32", "Q8_0"), "gguf")], ids=str
+)
+def test_types_that_are_plain(
+    kinds: tuple[str, ...], method: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GGUFSource, "quantizations", lambda _: dict.fromkeys(kinds, 1))
+    opened: Any = SimpleNamespace(source=object.__new__(GGUFSource), quantization=None)
+    assert checkpoint_method(opened) == method
 
 
 @pytest.mark.model

@@ -167,16 +167,16 @@ def test_an_engine_that_nobody_closes_loses_nothing(tiny_model_path: Path, tmp_p
     """Not even at the end of the process."""
     script = (
         "import sys\nfrom octavo import LLM, SamplingParams\n"
-        f"llm = LLM({str(tiny_model_path)!r}, record=sys.argv[1], **{OPTIONS!r})\n"
         "params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)\n"
-        "llm.generate('hello', params, use_tqdm=False)\n"
+        f"llms = [LLM({str(tiny_model_path)!r}, record=f, **{OPTIONS!r}) for f in sys.argv[1:]]\n"
+        "for llm in llms:\n"
+        "    llm.generate('hello', params, use_tqdm=False)\n"
     )
-    for name in ("run.jsonl", "run.jsonl.gz"):
-        file = tmp_path / name
-        env = os.environ | {"PYTHONPATH": str(Path(octavo.__file__).parents[1])}
-        subprocess.run([sys.executable, "-c", script, str(file)], check=True, env=env)
-        reader = RecordReader(file)
-        updates = [call for call in reader.calls() if isinstance(call, Updated)]
+    files = [tmp_path / name for name in ("run.jsonl", "run.jsonl.gz")]
+    env = os.environ | {"PYTHONPATH": str(Path(octavo.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", script, *map(str, files)], check=True, env=env)
+    for file in files:
+        updates = [call for call in calls_of(file) if isinstance(call, Updated)]
         assert len(updates) == 3
         assert replayed(file).ended is None
 
@@ -227,9 +227,9 @@ def test_a_decode_step_of_256_sequences_costs_little(tmp_path: Path) -> None:
 
     def timed(call: Call) -> None:
         nonlocal spent
-        began = time.perf_counter()
+        began = time.thread_time()  # what others do on a busy machine does not count
         write(call)
-        spent += time.perf_counter() - began
+        spent += time.thread_time() - began
 
     recorder.write = timed  # type: ignore[method-assign]
     for step in range(60):

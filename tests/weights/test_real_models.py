@@ -1,23 +1,36 @@
-"""Two real models: what octavo says greedily is what transformers says from the same file."""
+"""Two real models as a user gets them, and Gemma's greedy tokens against transformers'.
+
+SmolLM2's are in tests/engine/test_default_model.py.
+"""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from octavo import LLM, SamplingParams
 from octavo.errors import TokenizerError
-from octavo.weights.locate import locate
 from octavo.weights.manage import pull
 
 pytestmark = pytest.mark.model
 
-NUM_NEW = 32
 PROMPTS = ("1, 2, 3, 4, 5, 6,", "Die Hauptstadt von Österreich 😀 heißt")
 GEMMA, SMOLLM2 = "gemma-3-270m", "smollm2-135m-instruct"
+GEMMA_TOKENS = (
+    [
+        236743, 236832, 236764, 236743, 236828, 236764, 236743, 236819, 236764, 236743, 236770,
+        236771, 236764, 236743, 236770, 236770, 236764, 236743, 236770, 236778, 236764, 236743,
+        236770, 236800, 236764, 236743, 236770, 236812, 236764, 236743, 236770, 236810,
+    ],
+    [
+        67318, 236761, 5915, 30820, 3526, 57329, 4591, 26370, 55208, 197097, 225259, 32284, 236764,
+        1778, 880, 5679, 5732, 1175, 116328, 38637, 10492, 236761, 108, 185, 236824, 1843, 197097,
+        225259, 32284, 192, 108, 236829,
+    ],
+)  # fmt: skip
+"""What transformers 5.24 picks from the same file in float32 (reading that takes it a minute): of
+its logits the best is at least 0.06 ahead of the next, far above what rounding makes of it."""
 
 
 @pytest.fixture(scope="module", params=[SMOLLM2, GEMMA])
@@ -30,37 +43,14 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     engine.close()
 
 
-@pytest.fixture
-def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers reads a GGUF file's metadata twice, and lists the names of all tensors for each
-    tensor, which takes most of its time."""
-    import gguf
-
-    for name in ("GGUFReader", "get_tensor_name_map"):
-        monkeypatch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
-
-
-@pytest.mark.usefixtures("read_once")
-def test_greedy_tokens_are_transformers_and_make_sense(llm: LLM) -> None:
-    """Each token is the likeliest after those before it, which is what greedy means: one pass over
-    the finished texts shows it, where generating again would take 32."""
-    transformers = pytest.importorskip("transformers")
-    greedy = SamplingParams(max_tokens=NUM_NEW, temperature=0, ignore_eos=True)
-    results = llm.generate(list(PROMPTS), greedy, use_tqdm=False)
-    assert results[0].outputs[0].text.startswith(" 7, 8, 9, 10")
+def test_greedy_tokens(llm: LLM) -> None:
+    num_new = len(GEMMA_TOKENS[0])
+    params = SamplingParams(max_tokens=num_new, temperature=0, ignore_eos=True)
+    results = [output.outputs[0] for output in llm.generate(list(PROMPTS), params, use_tqdm=False)]
+    assert results[0].text.startswith(" 7, 8, 9, 10")
     if llm.config.model == GEMMA:
-        assert "Wien" in results[1].outputs[0].text
-    path = locate(llm.config.model).path
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        str(path.parent), gguf_file=path.name, dtype=torch.float32
-    ).eval()
-    for result in results:
-        ours = list(result.outputs[0].token_ids)
-        assert len(ours) == NUM_NEW
-        ids = torch.tensor([[*result.prompt_token_ids, *ours]])
-        with torch.inference_mode():
-            logits = model(ids, logits_to_keep=NUM_NEW + 1, use_cache=False).logits[0, :-1]
-        assert logits.argmax(-1).tolist() == ours, result.prompt
+        assert "Wien" in results[1].text
+        assert tuple(list(result.token_ids) for result in results) == GEMMA_TOKENS
 
 
 def test_chat(llm: LLM) -> None:

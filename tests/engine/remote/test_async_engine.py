@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from octavo import LLM
 from octavo.config import EngineConfig
 from octavo.engine.async_engine import AsyncEngine, EngineState
 from octavo.engine.output import OutputKind
+from octavo.engine.remote.process import EngineProcess
+from octavo.engine.remote.streams import OutputStream
 from octavo.errors import (
     CapacityError,
     EngineDeadError,
@@ -25,7 +28,7 @@ from octavo.errors import (
     RequestCapacityError,
     StepFailedError,
 )
-from octavo.outputs import PositionLogprobs
+from octavo.outputs import PositionLogprobs, RequestOutput
 from octavo.request import BeamSearchParams, SamplingParams
 
 Logprobs = Sequence[PositionLogprobs | None] | None
@@ -119,7 +122,7 @@ def test_outputs_that_nobody_takes_are_joined(tiny_model_path: Path) -> None:
     async def wait(engine: AsyncEngine) -> None:
         calls = []
         stream = engine.submit("a", [1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True))
-        stream.on_news = lambda: calls.append(1)
+        stream.on_news = lambda _: calls.append(1)
         await until(lambda: stream.has_end)
         output = stream.take_nowait()
         assert output is not None and output.finished
@@ -129,6 +132,56 @@ def test_outputs_that_nobody_takes_are_joined(tiny_model_path: Path) -> None:
         assert stream.take_nowait() is None
 
     run(config_of(tiny_model_path), wait, build=NULL)
+
+
+@pytest.mark.parametrize("has_more", [False, True])
+def test_news_that_nothing_follows_are_told_as_the_latest(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch, has_more: bool
+) -> None:
+    monkeypatch.setattr(EngineProcess, "has_more", has_more)
+    told: list[bool] = []
+
+    async def watch(engine: AsyncEngine) -> None:
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        streams = [engine.submit(f"r{i}", [1, 2, 3], params) for i in range(20)]
+
+        def take(stream: OutputStream, is_latest: bool) -> None:
+            output = stream.take_nowait()
+            assert output is not None
+            if not output.finished:
+                told.append(is_latest)
+
+        for stream in streams:
+            stream.on_news = partial(take, stream)
+        await until(lambda: all(stream.is_over for stream in streams))
+
+    run(config_of(tiny_model_path), watch, build=NULL)
+    assert told == [not has_more] * 60, "three before the last of each"
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_a_reader_that_fails_is_the_only_one_that_is_hit(
+    tiny_model_path: Path, at_end: bool
+) -> None:
+    async def read(engine: AsyncEngine) -> None:
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        streams = [engine.submit(f"r{i}", [1, 2, 3], params) for i in range(3)]
+
+        def fail(output: RequestOutput) -> None:
+            if output.finished or not at_end:
+                raise ZeroDivisionError
+
+        streams[0].on_put = fail
+        others = await asyncio.gather(*map(text_of, streams[1:]))
+        assert others[0] == others[1] and len(others[0]) == 4
+        with pytest.raises(ZeroDivisionError):
+            await text_of(streams[0])
+        await until(lambda: not engine.has_request("r0"))
+
+    async def text_of(stream: OutputStream) -> list[int]:
+        return [i async for output in stream for i in output.outputs[0].token_ids]
+
+    run(config_of(tiny_model_path), read, build=NULL)
 
 
 def test_what_is_refused(tiny_model_path: Path) -> None:
@@ -270,7 +323,7 @@ def test_the_engine_ends_with_its_parent(tiny_model_path: Path, tmp_path: Path) 
         return int(out)
 
     pid = asyncio.run(main())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
             os.kill(pid, 0)
