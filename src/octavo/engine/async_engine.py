@@ -228,7 +228,8 @@ class AsyncEngine(EngineLife):
             self._send(wire.Abort(lost, is_leak=True))
 
     def _take_updates(self, updates: Sequence[SeqUpdate]) -> None:
-        is_latest = self._process is None or not self._process.has_more
+        assert self._process is not None, "this is news of it"
+        is_latest = not self._process.has_more
         if not is_latest:
             self._hand_out(updates, False)
             return

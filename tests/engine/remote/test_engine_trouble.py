@@ -150,6 +150,34 @@ def test_progress_of_loading_is_told(tiny_model_path: Path) -> None:
     assert told[0] == ("reading nothing", 3) and told[-1] == "end"
 
 
+def test_an_engine_that_is_closed_while_it_loads(
+    tiny_model_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        is_loading = asyncio.Event()
+
+        class Told:
+            def start(self, what: str, total_bytes: int | None = None) -> None:
+                is_loading.set()
+
+            def update(self, done_bytes: int) -> None: ...
+
+            def finish(self) -> None: ...
+
+        engine = AsyncEngine(
+            config_of(tiny_model_path), options=EngineOptions(build="faulty_engines:build")
+        )
+        starting = asyncio.create_task(engine.start(Told()))
+        await is_loading.wait()
+        await engine.close()  # the process says that it is ready before it hears of this
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    asyncio.run(main())
+    assert caplog.messages == []
+
+
 def test_too_slow_a_start_is_ended(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tempfile.mkdtemp()
     monkeypatch.setattr(tempfile, "tempdir", folder)

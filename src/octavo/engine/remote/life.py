@@ -252,6 +252,8 @@ class EngineLife:
     # -- messages
 
     def _take(self, message: wire.FromEngine) -> None:
+        if self._process is None:
+            return  # it is being closed, and nobody waits for what it still says
         self._heard_s = time.monotonic()
         self._handlers[type(message)](message)
 
