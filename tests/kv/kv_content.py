@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lossy_disk import LossyDisk
+
 from octavo.errors import CapacityError
 from octavo.kv import NO_GROWTH, KVCacheManager, SeqDemand
 from octavo.kv.lookup import NOBODY_ASKED
@@ -61,52 +63,15 @@ class Prefixes:
         return f"{salt!r}:{tokens}"
 
 
-class FakeDisk:
-    """A `ColdStore` that can lose writes and damage what it holds."""
+class FakeDisk(LossyDisk[int]):
+    """Digests and prefixes are one to one."""
 
     def __init__(self, prefixes: Prefixes) -> None:
+        super().__init__()
         self._prefixes = prefixes
-        self.files: dict[int, tuple[BlockLabel, list[int]]] = {}
-        self.memory: dict[int, list[int]] = {}
-        """Fetched, waiting for the copy."""
-        self.used_ids: set[int] = set()
-        self.damaged: set[int] = set()
-        self.num_to_drop = 0
-        self.num_reads = 0
-        self._digests: dict[bytes, object] = {}
         self._named: dict[object, bytes] = {}
 
-    def fetch(self, disk_id: int) -> bool:
-        self.num_reads += 1
-        if disk_id not in self.files or disk_id in self.damaged:
-            return False
-        self.memory[disk_id] = self.files[disk_id][1]
-        return True
-
-    def delete(self, disk_id: int) -> None:
-        self.files.pop(disk_id, None)
-        self.damaged.discard(disk_id)
-
-    def entries(self) -> list[tuple[int, BlockLabel]]:
-        return [(disk_id, label) for disk_id, (label, _) in self.files.items()]
-
-    def write(self, disk_id: int, label: BlockLabel | None, content: list[int]) -> None:
-        assert disk_id not in self.used_ids, f"disk id {disk_id} is used twice"
-        self.used_ids.add(disk_id)
-        assert label is not None, f"the copy to disk block {disk_id} has no label"
-        self._check_label(label, content)
-        if self.num_to_drop:
-            self.num_to_drop -= 1
-        else:
-            self.files[disk_id] = (label, list(content))
-
-    def reopen(self) -> None:
-        """What a new process finds."""
-        self.memory.clear()
-        self.used_ids = set(self.files)
-
-    def _check_label(self, label: BlockLabel, content: list[int]) -> None:
-        """The label says what the block holds, and digests and prefixes are one to one."""
+    def check_label(self, label: BlockLabel, content: list[int]) -> None:
         assert content[-1] != GARBAGE, "a block of garbage goes to disk"
         salt, tokens = self._prefixes.unroll(content[-1])
         assert content == self._prefixes.of(salt, tokens)[-len(content) :], "a torn block"
@@ -114,7 +79,7 @@ class FakeDisk:
         before = tokens[: -len(content)]
         for digest, held in ((label.digest, tokens), (label.parent, before)):
             key = (salt, tuple(held))
-            assert self._digests.setdefault(digest, key) == key, "two prefixes, one digest"
+            assert self.digests.setdefault(digest, key) == key, "two prefixes, one digest"
             assert self._named.setdefault(key, digest) == digest, "one prefix, two digests"
 
 

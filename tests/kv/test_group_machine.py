@@ -26,7 +26,7 @@ def test_groups_and_a_disk_that_loses_blocks(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 12):
         player = Player(seed, has_disk=True)
         try:
-            num_read += player.play(40).disk.num_read
+            num_read += player.play(40).disk.num_found
         except BaseException as error:
             error.add_note(f"seed {seed}, with a disk")
             raise

@@ -14,6 +14,7 @@ import torch
 from gguf import GGMLQuantizationType as Quant
 
 sys.path.insert(0, str(Path(__file__).parent))  # the tests import `to_gguf` from here
+from to_gguf import add
 
 WriteGGUF = Callable[..., Path]
 
@@ -95,7 +96,7 @@ def write_gguf(tmp_path: Path) -> WriteGGUF:
         path = tmp_path / name
         writer = gguf.GGUFWriter(path, arch)
         for key, value in metadata.items():
-            _add(writer, key, value)
+            add(writer, key, value)
         for hf_name, values in tensors.items():
             kind = quant if values.ndim > 1 else Quant.F32
             writer.add_tensor(
@@ -110,19 +111,6 @@ def write_gguf(tmp_path: Path) -> WriteGGUF:
         return path
 
     return write
-
-
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
 
 
 def to_gguf(hf_name: str) -> str:

