@@ -103,9 +103,9 @@ def _adopt_in_groups(
 
 
 def take_groups(cache: PrefixCache, table: BlockTable, match: GroupMatch) -> int:
-    """The same for the tables of all groups of layers.
+    """As `take`, for the tables of all groups of layers.
 
-    Nothing of it where a block that one group needs cannot be brought in: there is no room.
+    Nothing is taken where a block that one group needs cannot be brought in: there is no room.
     """
     size, parts = cache.pool.block_size, table.parts()
     num_blocks, num_partial = match.num_blocks, match.num_partial

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
-import string
-import uuid
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import InvalidRequestError
@@ -14,8 +11,6 @@ from octavo.server.tools.parsers import PARSERS, Parsed, ParserName, ToolCall
 
 if TYPE_CHECKING:
     from octavo.server.config import ServeConfig
-
-_SIGNS = string.ascii_letters + string.digits
 
 
 def parser_name_of(config: ServeConfig, body: ChatRequest) -> ParserName | None:
@@ -64,7 +59,6 @@ class CallFinder:
 
     def __init__(self, name: ParserName, *, only_first: bool) -> None:
         self._parser = PARSERS[name]()
-        self._is_mistral = name == "mistral"
         self._only_first = only_first
         self.num_calls = 0
 
@@ -80,12 +74,7 @@ class CallFinder:
         return content, [self._shape(call) for call in calls]
 
     def _shape(self, call: ToolCall) -> dict[str, Any]:
-        return {"id": self._new_id(), "type": "function", "function": call._asdict()}
-
-    def _new_id(self) -> str:
-        if self._is_mistral:  # its templates refuse any other
-            return "".join(secrets.choice(_SIGNS) for _ in range(9))
-        return f"chatcmpl-tool-{uuid.uuid4().hex}"
+        return {"id": self._parser.new_id(), "type": "function", "function": call._asdict()}
 
     def finish_reason(self, engines: str | None) -> str | None:
         """Instead of the engine's."""

@@ -10,6 +10,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import secrets
+import string
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -17,6 +20,7 @@ from octavo.server.tools.json_text import JsonText
 
 ParserName = Literal["hermes", "llama3_json", "mistral"]
 _NAME = re.compile(r"[\w.-]{1,256}")
+_SIGNS = string.ascii_letters + string.digits
 _PIECE = 4096
 """Characters looked at at a time: a step copies what is left of them, and there may be a step for
 every few characters."""
@@ -68,6 +72,10 @@ class ToolParser:
             while self._held and self._step():
                 pass
         return self._taken()
+
+    def new_id(self) -> str:
+        """Of a call, as the family's templates take it back."""
+        return f"chatcmpl-tool-{uuid.uuid4().hex}"
 
     def finish(self) -> Parsed:
         """No more will come."""
@@ -229,6 +237,9 @@ class MistralParser(ToolParser):
     def __init__(self) -> None:
         super().__init__()
         self._name: str | None = None
+
+    def new_id(self) -> str:
+        return "".join(secrets.choice(_SIGNS) for _ in range(9))  # templates refuse any other
 
     def _opened(self) -> bool:
         bare = self._without_space()
