@@ -62,12 +62,12 @@ def wide(weight: Codes) -> Codes8:
 
 
 def steps_in_one(x: Tensor) -> Tensor:
-    """float32 [rows, 1]: 127 steps are five times a row's root mean square, or its largest
+    """float32 [rows, 1]: 127 steps are six times a row's root mean square, or its largest
     magnitude if that is less; the mean square is of 32,512ths of the largest magnitude."""
     # a number over a tensor would be its reciprocal, rounded, times the number
     fine = torch.tensor(32512.0) / x.float().abs().amax(dim=1, keepdim=True)
     squares = (x.float() * fine).round().double().square().sum(dim=1, keepdim=True)
-    end = (squares / x.shape[1]).sqrt().float() * 5
+    end = (squares / x.shape[1]).sqrt().float() * 6
     return fine * (torch.tensor(127.0) / end.clamp(max=32512))
 
 
@@ -182,15 +182,32 @@ def test_a_row_has_the_same_bits_in_every_batch(level: str, bits: int, m: int) -
 def test_kernels_agree_bit_for_bit(bits: int, best_isa_afterwards: None) -> None:
     generator = seeded(1)
     packed = qgemm.pack(codes(generator, bits, 75, 160))
-    x = activations(generator, 30, 160).to(BF16)
+    x = activations(generator, 70, 160).to(BF16)
+    x[:32] = x[:32].clamp(-1, 1)  # a block of rows without high bytes
     results = [
-        qgemm.linear(x, packed, torch.empty(30, 75))
+        qgemm.linear(x, packed, torch.empty(70, 75))
         for name in ("amx", "avx512_bf16", "plain")
         if native.set_isa(name) == name
     ]
     if not results:
         pytest.skip("this CPU has none")
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("name", ["avx512_bf16", "amx"])
+def test_rows_for_several_parts_and_passes(bits: int, name: str, best_isa_afterwards: None) -> None:
+    """Rounded x of 4.3 MiB: two passes, the first of four parts; 33 rows are left over."""
+    if native.set_isa(name) != name:
+        pytest.skip(f"this CPU has no {name}")
+    generator, m, k = seeded(12), 1057, 4096
+    packed = qgemm.pack(codes(generator, bits, 70, k))
+    x = activations(generator, m, k).to(BF16)
+    torch.set_num_threads(1)
+    few = [qgemm.linear(rows, packed, torch.empty(len(rows), 70)) for rows in x.split(50)]
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(qgemm.linear(x, packed, torch.empty(m, 70)), torch.cat(few))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -211,7 +228,7 @@ def test_extreme_codes_and_activations_do_not_overflow(level: str, bits: int) ->
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_large_values_leave_the_others_their_steps(level: str, dtype: torch.dtype) -> None:
-    """All are within a 50th of the row's root mean square; with 8 bits for all, within a tenth."""
+    """All are within a 42nd of the row's root mean square; with 8 bits for all, within a tenth."""
     k = 1024
     x = torch.linspace(-1, 1, k).repeat(7, 1)
     x[:, 5], x[2:, 700] = 100.0, -77.0
@@ -220,7 +237,7 @@ def test_large_values_leave_the_others_their_steps(level: str, dtype: torch.dtyp
     packed = qgemm.pack(Codes8(torch.eye(k).to(torch.int8), torch.ones(k)))
     out = qgemm.linear(x, packed, torch.empty(7, k))
     rms = x.float().square().mean(1, keepdim=True).sqrt()
-    assert ((out - x.float()).abs() <= rms / 50).all()
+    assert ((out - x.float()).abs() <= rms / 42).all()
     assert torch.equal(out[1], -out[3]) and torch.equal(out, rounded_x(x).float())
 
 

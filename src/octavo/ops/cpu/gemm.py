@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.cpu import native
+from octavo.ops.cpu.memory import in_huge_pages
 
 Kind = Literal["plain", "gate_up", "gate_up_gelu_tanh"]
 KINDS: dict[Kind, int] = {"plain": 0, "gate_up": 1, "gate_up_gelu_tanh": 2}
@@ -313,4 +314,4 @@ def _to_groups(rows: Tensor) -> Tensor:
     words = rows.contiguous().view(torch.int32)  # a word is a pair along k
     words = words.view(-1, 2, _HALF, words.shape[1] // _HALF, _HALF)
     groups = words.permute(0, 3, 1, 4, 2).contiguous()
-    return groups.unsqueeze(-1).view(torch.bfloat16)
+    return in_huge_pages(groups.unsqueeze(-1).view(torch.bfloat16))

@@ -30,6 +30,7 @@ from octavo.ops.cpu.gemm import (
     interleaved,
     padded,
 )
+from octavo.ops.cpu.memory import in_huge_pages
 from octavo.ops.cpu.qcodes import BLOCK, Codes, Codes4, Codes8, concat
 
 _GROUP, _HALF, _KSTEP = 32, 16, 64
@@ -207,6 +208,7 @@ def _packed(codes: Codes, bias: Tensor | None, n: int, kind: Kind) -> QuantizedP
     sums = wide.codes.sum(dim=1, dtype=torch.int32)
     data = _to_groups4(codes) if isinstance(codes, Codes4) else _to_groups8(wide)
     bits = 4 if isinstance(codes, Codes4) else 8
+    data = in_huge_pages(data)
     return QuantizedPack(data, codes.scales.contiguous(), sums, bias, bits, n, k, kind)
 
 

@@ -16,34 +16,32 @@ OCTAVO_INLINE __mmask16 first_lanes(int64_t count) {
     return count >= 16 ? 0xffff : count > 0 ? (__mmask16)((1u << count) - 1) : 0;
 }
 
-/* exp(x) to about 1 ulp: 2^n * p(r), |r| <= ln(2) / 2; scalef overflows and underflows right. */
-OCTAVO_INLINE __m512 exp_ps(__m512 x) {
-    /* Beyond +-200 the result is inf or 0 anyway, and n stays exact. NaN passes: it comes last. */
-    x = _mm512_min_ps(_mm512_set1_ps(200.0f), _mm512_max_ps(_mm512_set1_ps(-200.0f), x));
-    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-    p = _mm512_fmadd_ps(_mm512_mul_ps(r, r), p, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-    return _mm512_scalef_ps(p, n);
+/* 1 / (1 + 2^t) to some 3 ulp, 0 from 2^-126 on. 2^t is p(t - floor(t)) * 2^floor(t). Every latency
+ * counts here: rows are so long that only a few of them are in the processor's window at a time. */
+OCTAVO_INLINE __m512 gate_ps(__m512 t) {
+    const __m512 one = _mm512_set1_ps(1.0f), f = _mm512_reduce_ps(t, 9), f2 = _mm512_mul_ps(f, f);
+    const __m512 low = _mm512_fmadd_ps(f, _mm512_set1_ps(6.931470633e-01f), one);
+    const __m512 middle = _mm512_fmadd_ps(f, _mm512_set1_ps(5.548528209e-02f),
+                                          _mm512_set1_ps(2.402293086e-01f));
+    __m512 high = _mm512_fmadd_ps(f, _mm512_set1_ps(1.246784464e-03f),
+                                  _mm512_set1_ps(9.675451554e-03f));
+    high = _mm512_fmadd_ps(f2, _mm512_set1_ps(2.161292359e-04f), high);
+    const __m512 p = _mm512_fmadd_ps(_mm512_mul_ps(f2, f2), high, _mm512_fmadd_ps(f2, middle, low));
+    const __m512 d = _mm512_add_ps(_mm512_scalef_ps(p, t), one), r = _mm512_rcp14_ps(d);
+    const __mmask16 finite = _mm512_cmp_ps_mask(t, _mm512_set1_ps(126.0f), _CMP_LT_OQ);
+    return _mm512_maskz_fmadd_ps(finite, _mm512_fnmadd_ps(d, r, one), r, r);
 }
 
 OCTAVO_INLINE __m512 silu_ps(__m512 x) {
-    const __m512 e = exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), x));
-    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
+    return _mm512_mul_ps(x, gate_ps(_mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f))));
 }
 
 /* gelu by tanh's approximation: x (1 + tanh(u)) / 2 = x / (1 + e^-2u). */
 OCTAVO_INLINE __m512 gelu_tanh_ps(__m512 x) {
     const __m512 cubic = _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.044715f),
                                          _mm512_set1_ps(1.0f));
-    const __m512 u = _mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(-1.5957691216f)), cubic);
-    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), exp_ps(u)));
+    const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(-1.5957691216f * 1.44269504f));
+    return _mm512_mul_ps(x, gate_ps(_mm512_mul_ps(t, cubic)));
 }
 
 /* Adds the residual to 16 columns from `col` of row m, and writes them where mask says. */

@@ -6,7 +6,6 @@
 #include "qgemm.h"
 
 #include <pthread.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -16,7 +15,7 @@
 #include <immintrin.h>
 
 OCTAVO_TARGET_BEGIN(OCTAVO_FEATURES_AVX512_BF16 ",avx512vnni")
-#include "gemm_store.h"
+#include "qgemm_store.h"
 #include "qgemm_vnni.h"
 OCTAVO_TARGET_END
 #endif
@@ -88,11 +87,14 @@ static int kernel_in_use(void) {
 /* ---- driver -------------------------------------------------------------------------------- */
 
 enum {
-    UNITS_PER_THREAD = 2,    /* fewer than in gemm.c: each begins with codes nobody has fetched */
-    MIN_ROWS = 2 * 32,       /* as in gemm.c */
-    PASS_BYTES = 4 << 20,    /* of rounded x at a time */
-    AMX_ROWS = 5,            /* from which unpacking to tiles costs less than it saves */
+    PART_BYTES = 1 << 20,  /* of rounded x in a piece, of the 2 MiB of L2 that CPUs with AMX have */
+    PIECES_PER_THREAD = 4, /* at least, if there are rows for that */
+    MIN_ROWS = 2 * 32,     /* as in gemm.c */
+    PASS_BYTES = 4 << 20,  /* of rounded x at a time */
+    AMX_ROWS = 5,          /* from which unpacking to tiles costs less than it saves */
 };
+
+OCTAVO_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct qgemm_job {
     qgemm_call call;
@@ -100,10 +102,42 @@ struct qgemm_job {
     uint8_t *low;
     qgemm_row *rows;
     qgemm_quad *quads;
-    int64_t x_stride, m, num_columns, num_rows;
-    int x_is_f32, kernel, num_threads;
+    qgemm_high *blocks; /* NULL where AMX is not used */
+    int64_t x_stride, m;
+    int x_is_f32, kernel;
     atomic_int failed;
+    qgemm_work *work;
 };
+
+/* Where a quad's codes lie in a group of 8 bits. */
+OCTAVO_INLINE int32_t quad_offset(int32_t quad) {
+    return quad / 16 * QGEMM_STEP_BYTES + quad % 16 * 64;
+}
+
+/* Fills in a block of QGEMM_ROWS rows once all of them are rounded. */
+static void join_high(const struct qgemm_job *job, int64_t index) {
+    const int64_t kp = job->call.w->w.kp, first = index * QGEMM_ROWS;
+    qgemm_high *block = job->blocks + index;
+    uint16_t places[QGEMM_MAX_K / 4]; /* 1 + a quad's */
+    memset(places, 0, (size_t)(kp / 4) * sizeof *places);
+    block->count = 0;
+    for (int64_t r = first; r < job->m && r < first + QGEMM_ROWS; ++r) {
+        for (int32_t i = job->rows[r].first; i < job->rows[r].end; ++i) {
+            const qgemm_quad *q = job->quads + i;
+            if (!places[q->quad]) {
+                block->columns[block->count] = quad_offset(q->quad);
+                places[q->quad] = (uint16_t)++block->count;
+                if (block->count % 16 == 1)
+                    memset(block->high + block->count / 16 * QGEMM_STEP_BYTES, 0,
+                           QGEMM_STEP_BYTES);
+            }
+            const int place = places[q->quad] - 1;
+            memcpy(block->high + place / 16 * QGEMM_STEP_BYTES + (r - first) * QGEMM_KSTEP +
+                       place % 16 * 4,
+                   &q->high, 4);
+        }
+    }
+}
 
 static void round_unit(void *arg, int64_t unit) {
     const struct qgemm_job *job = arg;
@@ -124,43 +158,45 @@ static void round_unit(void *arg, int64_t unit) {
             row->step = plain_round_row(from, job->x_is_f32, k, kp, i, low, &quads);
         row->end = (int32_t)(quads - job->quads);
     }
+    if (!job->blocks) return;
+    const int64_t block = first / QGEMM_ROWS;
+    if (atomic_fetch_sub(&job->blocks[block].units, 1) == 1) join_high(job, block);
 }
 
 static void multiply_unit(void *arg, int64_t unit) {
     struct qgemm_job *job = arg;
-    const qgemm_weight *w = job->call.w;
-    const int64_t column = unit % job->num_columns, row = unit / job->num_columns;
-    const int64_t groups = w->w.num_groups, m = job->m;
-    const int64_t g0 = groups * column / job->num_columns;
-    const int64_t g1 = groups * (column + 1) / job->num_columns;
-    const int64_t m0 = m * row / job->num_rows, m1 = m * (row + 1) / job->num_rows;
-    const int64_t then = unit + job->num_threads; /* if threads go on in turns */
-    const int is_last = then >= job->num_columns * job->num_rows;
-    const int64_t then_g = is_last ? -1 : groups * (then % job->num_columns) / job->num_columns;
-    int8_t *buffer = NULL;
-    if (w->bits == 4 && !(buffer = octavo_scratch(1, (size_t)w->w.kp * 2 * GEMM_GROUP))) {
+    const int64_t range = unit % job->work->num_ranges;
+    int8_t *buffer = octavo_scratch(1, (size_t)job->call.w->w.kp * 2 * GEMM_GROUP);
+    if (!buffer) {
         atomic_store(&job->failed, 1);
         return;
     }
 #if OCTAVO_X86
-    if (job->kernel == AMX && m1 - m0 >= AMX_ROWS)
-        octavo_qgemm_amx(&job->call, g0, g1, then_g, m0, m1, buffer);
+    if (job->blocks)
+        octavo_qgemm_amx(&job->call, job->work, range, buffer);
     else if (job->kernel != PLAIN)
-        octavo_qgemm_vnni(&job->call, g0, g1, m0, m1, buffer);
+        octavo_qgemm_vnni(&job->call, job->work, range, buffer);
     else
 #endif
-        plain_qgemm(&job->call, g0, g1, m0, m1, buffer);
+        plain_qgemm(&job->call, job->work, range, buffer);
 }
 
-static void split(struct qgemm_job *job, int64_t threads) {
-    const int64_t groups = job->call.w->w.num_groups, wanted = threads * UNITS_PER_THREAD;
-    job->num_columns = job->num_rows = 1;
-    if (threads <= 1) return;
-    job->num_columns = groups < wanted ? groups : wanted;
-    if (job->num_columns < threads) { /* few groups: cut along m too */
-        const int64_t most = (job->m + MIN_ROWS - 1) / MIN_ROWS;
-        const int64_t rows = (wanted + groups - 1) / groups;
-        job->num_rows = rows < most ? rows : most;
+static void divide(const struct qgemm_job *job, int64_t threads) {
+    qgemm_work *work = job->work;
+    const int64_t groups = job->call.w->w.num_groups, m = job->m;
+    int64_t parts = ceil_div(m * job->call.w->w.kp, PART_BYTES);
+    if (threads > 1 && groups * parts < threads * PIECES_PER_THREAD) {
+        const int64_t wanted = ceil_div(threads * PIECES_PER_THREAD, groups);
+        parts = wanted < ceil_div(m, MIN_ROWS) ? wanted : ceil_div(m, MIN_ROWS);
+    }
+    work->m = m;
+    work->num_groups = groups;
+    work->part_rows = ceil_div(ceil_div(m, parts), QGEMM_ROWS) * QGEMM_ROWS;
+    work->num_ranges = threads < 1 ? 1 : threads < QGEMM_MAX_RANGES ? threads : QGEMM_MAX_RANGES;
+    const int64_t pieces = ceil_div(m, work->part_rows) * groups;
+    for (int64_t r = 0; r < work->num_ranges; ++r) {
+        atomic_init(&work->ranges[r].next, pieces * r / work->num_ranges);
+        work->ranges[r].end = pieces * (r + 1) / work->num_ranges;
     }
 }
 
@@ -168,37 +204,55 @@ static void *advance(void *p, int64_t elements, int is_f32) {
     return p ? (char *)p + elements * (is_f32 ? 4 : 2) : NULL;
 }
 
+/* Lays out what a pass needs beside x and y. Returns 0 without memory. */
+static int make_room(struct qgemm_job *job) {
+    const int64_t kp = job->call.w->w.kp, blocks = ceil_div(job->m, QGEMM_ROWS);
+    const int joins = job->kernel == AMX && job->m >= AMX_ROWS;
+    const size_t num_rows = (size_t)(blocks * QGEMM_ROWS), low = num_rows * (size_t)kp;
+    const size_t quads = low / QGEMM_FEW * sizeof(qgemm_quad), rows = num_rows * sizeof(qgemm_row);
+    const size_t columns = (size_t)(blocks * kp); /* kp / 4 of 4 bytes each */
+    const size_t joined = joins ? low + columns + (size_t)blocks * sizeof(qgemm_high) : 0;
+    uint8_t *at = octavo_scratch(0, low + quads + rows + joined);
+    if (!at) return 0;
+    job->call.x = job->low = at;
+    job->call.quads = job->quads = (qgemm_quad *)(void *)(at += low);
+    job->call.rows = job->rows = (qgemm_row *)(void *)(at += quads);
+    if (!joins) return 1;
+    int8_t *high = (int8_t *)(at += rows);
+    int32_t *offsets = (int32_t *)(void *)(at += low);
+    job->call.blocks = job->blocks = (qgemm_high *)(void *)(at += columns);
+    for (int64_t b = 0; b < blocks; ++b) {
+        const int64_t left = job->m - b * QGEMM_ROWS, units = ceil_div(left, QGEMM_ROUND_ROWS);
+        job->blocks[b].high = high + b * QGEMM_ROWS * kp;
+        job->blocks[b].columns = offsets + b * (kp / 4);
+        atomic_init(&job->blocks[b].units,
+                    (int)(left < QGEMM_ROWS ? units : QGEMM_ROWS / QGEMM_ROUND_ROWS));
+    }
+    return 1;
+}
+
 /* Rows [m0, m0 + m) of y. */
 static int64_t run_pass(const struct qgemm_args *a, int64_t m0, int64_t m) {
-    const int64_t kp = a->w.w.kp;
-    const size_t low_bytes = (size_t)(m * kp);
-    const size_t quad_bytes = low_bytes / QGEMM_FEW * sizeof(qgemm_quad);
-    uint8_t *low = octavo_scratch(0, low_bytes + quad_bytes + (size_t)m * sizeof(qgemm_row));
-    if (!low) return 2;
-    qgemm_quad *quads = (qgemm_quad *)(void *)(low + low_bytes);
-    qgemm_row *rows = (qgemm_row *)(void *)(low + low_bytes + quad_bytes);
     const int x_is_f32 = (a->flags & QGEMM_X_F32) != 0;
     void *y = advance(a->y, m0 * a->y_stride, a->flags & GEMM_OUT_F32);
     const void *residual = advance((void *)a->residual, m0 * a->residual_stride,
                                    a->flags & GEMM_RESIDUAL_F32);
+    qgemm_work work;
     struct qgemm_job job = {
-        .call = {&a->w, low, rows, quads,
-                 {&a->w.w, NULL, 0, y, a->y_stride, residual, a->residual_stride,
-                  a->flags & ~QGEMM_FLAGS}},
+        .work = &work,
+        .call = {.w = &a->w,
+                 .out = {&a->w.w, NULL, 0, y, a->y_stride, residual, a->residual_stride,
+                         a->flags & ~QGEMM_FLAGS}},
         .x = advance((void *)a->x, m0 * a->x_stride, x_is_f32),
-        .low = low,
-        .rows = rows,
-        .quads = quads,
         .x_stride = a->x_stride,
         .m = m,
         .x_is_f32 = x_is_f32,
         .kernel = kernel_in_use(),
-        .num_threads = a->num_threads,
     };
-    const int64_t round_units = (m + QGEMM_ROUND_ROWS - 1) / QGEMM_ROUND_ROWS;
-    octavo_parallel(round_unit, &job, round_units, a->num_threads);
-    split(&job, a->num_threads);
-    octavo_parallel(multiply_unit, &job, job.num_columns * job.num_rows, a->num_threads);
+    if (!make_room(&job)) return 2;
+    octavo_parallel(round_unit, &job, ceil_div(m, QGEMM_ROUND_ROWS), a->num_threads);
+    divide(&job, a->num_threads);
+    octavo_parallel(multiply_unit, &job, a->num_threads < 1 ? 1 : a->num_threads, a->num_threads);
     return atomic_load(&job.failed) ? 2 : 0;
 }
 

@@ -4,9 +4,11 @@
  *     x[k] = step * (256 * high[k] + low[k] - 128)        high int8, low uint8
  * with a step so that all but a few values, at most one in QGEMM_SPREAD^2, have high = 0: 8 bits
  * for the many and 16 for the few that would otherwise leave the others too few steps (8 bits for
- * all cost 2 % of perplexity). The low bytes are multiplied as a matrix, the high ones one by one.
+ * all cost 2 % of perplexity). The low bytes are multiplied as a matrix. So are, on AMX, the high
+ * ones of 32 rows, but only those quads of k that some of the rows need: mostly the same few in
+ * all of them. Otherwise they are multiplied quad by quad.
  * All sums are exact integers, so that every kernel gives the same bits, whatever it takes at a
- * time; as the root mean square of a row with high bytes is 25 steps, they stay below 2^30.
+ * time; as the root mean square of a row with high bytes is 21 steps, they stay below 2^30.
  *
  * Codes are stored in 8 bits, or made from 4 bits q and two bytes for each 32 along k:
  *     code = (a * q >> 4) + c        a, c in 0..255, q in 0..15; the low 8 bits, signed
@@ -19,6 +21,8 @@
 #ifndef OCTAVO_QGEMM_H
 #define OCTAVO_QGEMM_H
 
+#include <stdatomic.h>
+
 #include "gemm.h"
 
 enum {
@@ -26,10 +30,12 @@ enum {
     QGEMM_STEP_BYTES = 2048, /* QGEMM_KSTEP x GEMM_GROUP codes of 8 bits */
     QGEMM_BLOCK = 32,       /* along k with its own a and c */
     QGEMM_BLOCK_BYTES = 576, /* QGEMM_BLOCK x GEMM_GROUP codes of 4 bits */
-    QGEMM_SPREAD = 5,       /* 127 steps are so many times the root mean square of a row of x */
+    QGEMM_SPREAD = 6,       /* 127 steps are so many times the root mean square of a row of x */
     QGEMM_FINE = 32512,     /* steps in a row's largest magnitude where its mean square is taken */
     QGEMM_FEW = 16,         /* a row of kp has at most kp / QGEMM_FEW quads with high bytes */
     QGEMM_ROUND_ROWS = 8,   /* rows of x rounded at a time; fewer are not worth handing out */
+    QGEMM_MAX_K = 1 << 16,  /* 255 * 128 * k, the largest sum of low bytes, must fit 31 bits */
+    QGEMM_ROWS = 32,        /* rows of x multiplied at a time by AMX */
 };
 enum { QGEMM_X_F32 = 1 << 16, QGEMM_FLAGS = QGEMM_X_F32 }; /* beside those of gemm.h */
 
@@ -72,26 +78,23 @@ typedef struct {
     int32_t first, end; /* its quads in qgemm_call.quads */
 } qgemm_row;
 
+/* The high bytes of QGEMM_ROWS rows as a matrix, for AMX: of `count` quads, in any order. */
+typedef struct {
+    int8_t *high;     /* [count / 16, rounded up][QGEMM_ROWS][16][4] */
+    int32_t *columns; /* [count]: where a quad's codes lie in a group of 8 bits */
+    int32_t count;
+    atomic_int units; /* of rounding that are yet to be done before the rest is filled in */
+} qgemm_high;
+
 /* One call, as the kernels see it. */
 typedef struct {
     const qgemm_weight *w;
-    const uint8_t *x; /* [m, kp]: low bytes */
+    const uint8_t *x; /* [m, kp]: low bytes; readable up to a multiple of QGEMM_ROWS rows */
     const qgemm_row *rows;
     const qgemm_quad *quads;
-    gemm_call out; /* what the epilogue reads */
+    const qgemm_high *blocks; /* [m / QGEMM_ROWS, rounded up]; AMX only */
+    gemm_call out;            /* what the epilogue reads */
 } qgemm_call;
-
-/* What to fetch into L2 meanwhile: some lines after each product of tiles, some after each row of
- * an epilogue, so that the stream of weights never rests. */
-typedef struct {
-    const char *at, *end;
-    int64_t product_lines, row_lines;
-} qgemm_prefetch;
-
-OCTAVO_INLINE void qgemm_fetch(qgemm_prefetch *p, int64_t lines) {
-    if (p->at >= p->end) return;
-    for (int64_t i = 0; i < lines; ++i, p->at += 64) __builtin_prefetch(p->at, 0, 2);
-}
 
 /* Memory of this thread that lasts until its next call with the same `which`, 0 or 1; 64-byte
  * aligned. NULL if there is none. */
@@ -100,17 +103,48 @@ void *octavo_scratch(int which, size_t bytes);
 /* A group's codes of 8 bits: where they lie, or unpacked to `buffer` of kp * 32 bytes. */
 const int8_t *octavo_qgemm_codes(const qgemm_weight *w, int64_t g, int8_t *buffer);
 
-/* Epilogue of `rows` rows from row m of group g: sums of code * low, [rows][32], 64-byte aligned,
- * to which it adds those of code * 256 * high. codes are the group's, NULL where they are of 4 bits
- * and not unpacked. */
-void octavo_qgemm_store(const qgemm_call *call, const int8_t *codes, int32_t *sums, int64_t g,
-                        int64_t m, int rows, qgemm_prefetch *prefetch);
+/* The pieces of y that are to be made: a group of some rows each, those of the same rows one behind
+ * the other. They are cut into ranges; a thread takes those of its own one by one, so that it can
+ * fetch the next, then helps others with theirs. */
+typedef struct {
+    /* on cache lines of its own, of which processors fetch two at a time */
+    __attribute__((aligned(128))) atomic_int_fast64_t next;
+    int64_t end;
+} qgemm_range;
 
-/* Rows [m0, m1) of the groups [g0, g1). buffer: of 2 * kp * 32 bytes if w->bits is 4; then_g: the
- * group that this thread is likely to take next, -1 if none. */
-void octavo_qgemm_vnni(const qgemm_call *call, int64_t g0, int64_t g1, int64_t m0, int64_t m1,
-                       int8_t *buffer);
-void octavo_qgemm_amx(const qgemm_call *call, int64_t g0, int64_t g1, int64_t then_g, int64_t m0,
-                      int64_t m1, int8_t *buffer);
+enum { QGEMM_MAX_RANGES = 64 };
+
+typedef struct {
+    int64_t m, num_groups, part_rows, num_ranges; /* part_rows: a multiple of QGEMM_ROWS */
+    qgemm_range ranges[QGEMM_MAX_RANGES];
+} qgemm_work;
+
+typedef struct {
+    int64_t g, m0, m1;
+    int64_t then_g; /* the group that this thread is likely to take next, -1 if none */
+} qgemm_piece;
+
+/* Takes the next piece; *range is where to look first. Returns 0 if there is none. */
+OCTAVO_INLINE int qgemm_take(qgemm_work *work, int64_t *range, qgemm_piece *piece) {
+    for (int64_t looks = 0; looks < work->num_ranges; ++looks) {
+        qgemm_range *r = &work->ranges[*range];
+        const int64_t index = atomic_fetch_add(&r->next, 1);
+        if (index < r->end) {
+            piece->g = index % work->num_groups;
+            piece->m0 = index / work->num_groups * work->part_rows;
+            const int64_t end = piece->m0 + work->part_rows;
+            piece->m1 = end < work->m ? end : work->m;
+            piece->then_g = index + 1 < r->end ? (index + 1) % work->num_groups : -1;
+            return 1;
+        }
+        *range = (*range + 1) % work->num_ranges;
+    }
+    return 0;
+}
+
+/* Makes pieces until there are none. buffer: kp * 32 bytes for AMX, and as many for codes of 4
+ * bits. */
+void octavo_qgemm_vnni(const qgemm_call *call, qgemm_work *work, int64_t range, int8_t *buffer);
+void octavo_qgemm_amx(const qgemm_call *call, qgemm_work *work, int64_t range, int8_t *buffer);
 
 #endif

@@ -149,13 +149,14 @@ static void plain_add(int32_t *sums, const int8_t *column, int x) {
         sums[i] += column[i / 16 * GEMM_TILE_BYTES + i % 16 * 4] * x;
 }
 
-static void plain_qgemm(const qgemm_call *call, int64_t g0, int64_t g1, int64_t m0, int64_t m1,
-                        int8_t *buffer) {
+static void plain_qgemm(const qgemm_call *call, qgemm_work *work, int64_t range, int8_t *buffer) {
     const qgemm_weight *w = call->w;
     const int64_t kp = w->w.kp;
-    for (int64_t g = g0; g < g1; ++g) {
+    qgemm_piece p;
+    while (qgemm_take(work, &range, &p)) {
+        const int64_t g = p.g;
         const int8_t *codes = plain_codes(w, g, buffer);
-        for (int64_t m = m0; m < m1; ++m) {
+        for (int64_t m = p.m0; m < p.m1; ++m) {
             const qgemm_row *row = call->rows + m;
             int32_t sums[GEMM_GROUP];
             for (int i = 0; i < GEMM_GROUP; ++i) sums[i] = -128 * w->sums[g * GEMM_GROUP + i];
@@ -170,7 +171,7 @@ static void plain_qgemm(const qgemm_call *call, int64_t g0, int64_t g1, int64_t 
             }
             float acc[GEMM_GROUP];
             for (int i = 0; i < GEMM_GROUP; ++i)
-                acc[i] = (float)sums[i] * w->scales[g * GEMM_GROUP + i] * row->step;
+                acc[i] = (float)sums[i] * (w->scales[g * GEMM_GROUP + i] * row->step);
             plain_finish(&call->out, acc, g, m);
         }
     }

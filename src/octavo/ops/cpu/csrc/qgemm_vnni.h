@@ -19,9 +19,13 @@ OCTAVO_INLINE __m512i add_squares(__m512i sums, __m512i even, __m512i odd) {
 
 /* Appends the quads of 16 values from `quad` on that have a high byte; v: the values + 128. */
 static qgemm_quad *add_quads(qgemm_quad *end, int64_t row, int64_t quad, __m512i v) {
+    const __m128i high = _mm512_cvtepi32_epi8(_mm512_srai_epi32(v, 8));
     int32_t four[4];
-    _mm_storeu_si128((void *)four, _mm512_cvtepi32_epi8(_mm512_srai_epi32(v, 8)));
-    for (int j = 0; j < 4; ++j) end = add_quad_of(end, row, quad + j, four[j]);
+    _mm_storeu_si128((void *)four, high);
+    for (unsigned left = _mm_test_epi32_mask(high, high); left; left &= left - 1) {
+        const int j = __builtin_ctz(left);
+        end = add_quad_of(end, row, quad + j, four[j]);
+    }
     return end;
 }
 
@@ -201,28 +205,6 @@ OCTAVO_INLINE void add_high(const qgemm_call *call, const int8_t *codes, int32_t
     }
 }
 
-OCTAVO_INLINE __m512 scaled(const int32_t *sums, __m512i offset, __m512 scale, float step) {
-    const __m512 v = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_load_si512(sums), offset));
-    return _mm512_mul_ps(_mm512_mul_ps(v, scale), _mm512_set1_ps(step));
-}
-
-void octavo_qgemm_store(const qgemm_call *call, const int8_t *codes, int32_t *sums, int64_t g,
-                        int64_t m, int rows, qgemm_prefetch *prefetch) {
-    const gemm_store store = gemm_store_of(&call->out, g);
-    const int32_t *offsets = call->w->sums + g * GEMM_GROUP;
-    const float *scales = call->w->scales + g * GEMM_GROUP;
-    const __m512i offset0 = _mm512_slli_epi32(_mm512_loadu_si512(offsets), 7);
-    const __m512i offset1 = _mm512_slli_epi32(_mm512_loadu_si512(offsets + 16), 7);
-    const __m512 scale0 = _mm512_loadu_ps(scales), scale1 = _mm512_loadu_ps(scales + 16);
-    add_high(call, codes, sums, g, m, rows);
-    for (const int64_t end = m + rows; m < end; ++m, sums += GEMM_GROUP) {
-        const float step = call->rows[m].step;
-        gemm_store_row(&store, m, scaled(sums, offset0, scale0, step),
-                       scaled(sums + 16, offset1, scale1, step));
-        qgemm_fetch(prefetch, prefetch->row_lines);
-    }
-}
-
 enum {
     FEW_ROWS = 6,    /* multiplied as 4-bit codes are unpacked: 12 sums and what that needs */
     BLOCK_ROWS = 12, /* of 8-bit codes: 24 sums, 2 columns of W and x */
@@ -298,8 +280,11 @@ OCTAVO_INLINE void group_block(const qgemm_call *call, int64_t g, int64_t m, con
     for (int r = 0; r < rows; ++r)
         for (int half = 0; half < 2; ++half)
             _mm512_store_si512(low + r * GEMM_GROUP + half * 16, s.low[half][r]);
-    qgemm_prefetch none = {NULL, NULL, 0, 0};
-    octavo_qgemm_store(call, packed ? NULL : codes, low, g, m, rows, &none);
+    add_high(call, packed ? NULL : codes, low, g, m, rows);
+    const qgemm_store store = qgemm_store_of(call, g);
+    const int32_t *sums = low;
+    for (const int64_t end = m + rows; m < end; ++m, sums += GEMM_GROUP)
+        qgemm_store_row(&store, call, m, _mm512_load_si512(sums), _mm512_load_si512(sums + 16));
 }
 
 static void group_rows(const qgemm_call *call, int64_t g, int64_t m, const int8_t *codes,
@@ -320,18 +305,18 @@ static void packed_rows(const qgemm_call *call, int64_t g, int64_t m, int rows) 
 #undef CASE
 }
 
-void octavo_qgemm_vnni(const qgemm_call *call, int64_t g0, int64_t g1, int64_t m0, int64_t m1,
-                       int8_t *buffer) {
-    const int64_t rows = m1 - m0, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    for (int64_t g = g0; g < g1; ++g) {
+void octavo_qgemm_vnni(const qgemm_call *call, qgemm_work *work, int64_t range, int8_t *buffer) {
+    qgemm_piece p;
+    while (qgemm_take(work, &range, &p)) {
+        const int64_t rows = p.m1 - p.m0, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
         if (call->w->bits == 4 && rows <= FEW_ROWS) {
-            packed_rows(call, g, m0, (int)rows);
+            packed_rows(call, p.g, p.m0, (int)rows);
             continue;
         }
-        const int8_t *codes = octavo_qgemm_codes(call->w, g, buffer);
+        const int8_t *codes = octavo_qgemm_codes(call->w, p.g, buffer);
         for (int64_t b = 0; b < blocks; ++b) {
-            const int64_t r0 = m0 + rows * b / blocks, r1 = m0 + rows * (b + 1) / blocks;
-            group_rows(call, g, r0, codes, (int)(r1 - r0));
+            const int64_t r0 = p.m0 + rows * b / blocks, r1 = p.m0 + rows * (b + 1) / blocks;
+            group_rows(call, p.g, r0, codes, (int)(r1 - r0));
         }
     }
 }
