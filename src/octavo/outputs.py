@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from typing import TYPE_CHECKING, Any, cast
 
 from octavo.request import FinishReason
@@ -231,6 +231,20 @@ class RequestMetrics:
     def e2e_s(self) -> float | None:
         """Seconds from arrival to the end."""
         return None if self.finished_s is None else self.finished_s - self.arrival_s
+
+
+class OutputKind(Enum):
+    """What a `RequestOutput` holds, and when there is one."""
+
+    CUMULATIVE = auto()
+    """After each step that added something: all of it so far, all `n` completions. Lists are copied
+    when they are first read, so that an output that nobody looks at costs the same at any length.
+    """
+    DELTA = auto()
+    """After each step that added something: what is new, of the completions that have news.
+    Prompt logprobs come with the first. `cumulative_logprob` stays a total."""
+    FINAL_ONLY = auto()
+    """Once, when the request has ended."""
 
 
 @dataclass(slots=True)

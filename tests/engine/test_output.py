@@ -11,69 +11,16 @@ from itertools import pairwise
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from output_support import EOS, LENGTH, STOP, OutputFeed, update
 
-from octavo.engine.input import InputProcessor
-from octavo.engine.output import OutputKind, OutputProcessor, beams_of
-from octavo.outputs import CompletionOutput, Logprob, RequestKVUsage, RequestMetrics
+from octavo.outputs import CompletionOutput, Logprob, OutputKind, RequestKVUsage, RequestMetrics
 from octavo.plan import TokenLogprobs
-from octavo.request import BeamSearchParams, FinishReason, SamplingParams
 from octavo.sched import SeqUpdate
-
-EOS, TOOL = 257, 258
-STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
-
-
-class Engine:
-    """Feeds an `OutputProcessor` as an engine would, one clock second a step."""
-
-    def __init__(self, tokenizer, kind=OutputKind.CUMULATIVE) -> None:
-        self.inputs = InputProcessor(tokenizer, vocab_size=260, max_model_len=1000)
-        self.outputs = OutputProcessor(tokenizer)
-        self.kind = kind
-        self.now_s = 0.0
-        self.stats = None
-        self.to_stop: list[tuple[int, str]] = []
-
-    def add(self, request_id="r", prompt=(97,), **params) -> None:
-        kind = BeamSearchParams if "beam_width" in params else SamplingParams
-        sampling = kind(**params)
-        request, text = self.inputs.process(request_id, list(prompt), sampling, arrival_s=-1.0)
-        self.outputs.add(request, text, sampling, self.kind)
-
-    def step(self, *updates):
-        self.now_s += 1
-        outputs, self.to_stop = self.outputs.process(updates, self.now_s, self.stats)
-        return outputs
-
-    def push(self, text, **kwargs):
-        """One step a byte; the outputs of the steps that had one."""
-        found = []
-        for byte in text.encode():
-            found += self.step(update([byte], **kwargs))
-        return found
-
-
-def update(
-    ids=(), *, request_id="r", sample=0, logprobs=(), prompt=(), reason=None, stop_reason=None,
-    cum_logprob=None, score=None,
-) -> SeqUpdate:  # fmt: skip
-    return SeqUpdate(
-        request_id=request_id,
-        sample_index=sample,
-        seq_id=100 + sample,
-        token_ids=tuple(ids),
-        logprobs=tuple(logprobs),
-        prompt_logprobs=tuple(prompt),
-        finish_reason=reason,
-        stop_reason=stop_reason,
-        cum_logprob=cum_logprob,
-        score=score,
-    )
 
 
 @pytest.fixture
-def engine(byte_tokenizer) -> Engine:
-    return Engine(byte_tokenizer)
+def engine(byte_tokenizer) -> OutputFeed:
+    return OutputFeed(byte_tokenizer)
 
 
 def test_cumulative_outputs_grow(engine) -> None:
@@ -88,7 +35,7 @@ def test_cumulative_outputs_grow(engine) -> None:
 
 
 def test_delta_outputs_add_up(byte_tokenizer) -> None:
-    engine = Engine(byte_tokenizer, OutputKind.DELTA)
+    engine = OutputFeed(byte_tokenizer, OutputKind.DELTA)
     engine.add(stop=["END"])
     outputs = engine.push("héEN")
     assert [o.outputs[0].text for o in outputs] == ["h", "", "é", "", ""]
@@ -99,7 +46,7 @@ def test_delta_outputs_add_up(byte_tokenizer) -> None:
 
 @pytest.mark.parametrize("kind", [OutputKind.CUMULATIVE, OutputKind.DELTA])
 def test_what_is_made_without_its_init_has_every_field(byte_tokenizer, kind) -> None:
-    engine = Engine(byte_tokenizer, kind)
+    engine = OutputFeed(byte_tokenizer, kind)
     engine.add()
     (output,) = engine.push("x")
     for made in (output, *output.outputs, output.metrics, output.metrics.copy()):
@@ -110,7 +57,7 @@ def test_what_is_made_without_its_init_has_every_field(byte_tokenizer, kind) -> 
 
 
 def test_final_only(byte_tokenizer) -> None:
-    engine = Engine(byte_tokenizer, OutputKind.FINAL_ONLY)
+    engine = OutputFeed(byte_tokenizer, OutputKind.FINAL_ONLY)
     engine.add(n=2)
     assert engine.push("abc") == []
     assert engine.step(update([1], reason=LENGTH)) == []
@@ -174,7 +121,7 @@ def test_a_prompt_of_token_ids_becomes_text_when_it_is_read(byte_tokenizer, monk
         decoded.append(list(ids))
         return "text"
 
-    engine = Engine(byte_tokenizer)
+    engine = OutputFeed(byte_tokenizer)
     engine.add(prompt=(98, 99), detokenize=False)
     monkeypatch.setattr(byte_tokenizer, "decode", decode)
     outputs = engine.step(update([97])) + engine.step(update([97], reason=LENGTH))
@@ -182,177 +129,14 @@ def test_a_prompt_of_token_ids_becomes_text_when_it_is_read(byte_tokenizer, monk
     assert [output.prompt for output in outputs] == ["text", "text"] and decoded == [[98, 99]]
 
 
-# -- how it ends ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("token", "stop_reason"), [(EOS, None), (ord("q"), ord("q"))])
-@pytest.mark.parametrize("include", [False, True])
-@pytest.mark.parametrize("skip", [False, True])
-def test_ending_by_token(engine, token, stop_reason, include, skip) -> None:
-    engine.add(
-        stop_token_ids=[ord("q")], include_stop_str_in_output=include, skip_special_tokens=skip
-    )
-    engine.push("hi")
-    [last] = engine.step(update([token], reason=STOP, stop_reason=stop_reason))
-    completion = last.outputs[0]
-    assert (completion.finish_reason, completion.stop_reason) == (STOP, stop_reason)
-    assert completion.token_ids == [104, 105, token]
-    shown = "q" if token != EOS else "" if skip else "</s>"
-    assert completion.text == "hi" + shown * include
-    assert engine.to_stop == []
-
-
-@pytest.mark.parametrize("include", [False, True])
-def test_ending_by_stop_string(engine, include) -> None:
-    engine.add(stop=["no", "END"], include_stop_str_in_output=include)
-    outputs = engine.push("abEND")
-    assert [o.outputs[0].text for o in outputs[:-1]] == ["a", "ab", "ab", "ab"]
-    last = outputs[-1].outputs[0]
-    assert last.text == "ab" + "END" * include
-    assert (last.finish_reason, last.stop_reason) == (STOP, "END")
-    assert outputs[-1].finished
-    assert engine.to_stop == [(100, "END")]
-    assert engine.step(update([104], reason=ABORT)) == []  # a step that was under way
-
-
-def test_stop_string_wins_over_the_length_that_came_with_it(engine) -> None:
-    engine.add(stop=["b"])
-    [last] = engine.step(update(list(b"abc"), reason=LENGTH))
-    completion = last.outputs[0]
-    assert (completion.text, completion.finish_reason, completion.stop_reason) == ("a", STOP, "b")
-    assert completion.token_ids == [97, 98]  # what came behind it never was
-    assert engine.to_stop == []  # it has ended already
-
-
-def test_stop_string_within_min_tokens(engine) -> None:
-    engine.add(stop=["b"], min_tokens=2)
-    outputs = engine.push("abcb")
-    assert outputs[-1].outputs[0].text == "abc" and outputs[-1].finished
-
-
-def test_held_back_text_is_shown_at_the_end(engine) -> None:
-    engine.add(stop=["END"])
-    engine.push("aEN")
-    [last] = engine.step(update([0xE2], reason=LENGTH))
-    assert last.outputs[0].text == "aEN�"
-
-
-def test_an_end_without_a_token(engine) -> None:
-    """A sequence that fills the pool ends between two tokens."""
-    engine.add(stop=["END"])
-    engine.push("aE")
-    [last] = engine.step(update(reason=LENGTH))
-    assert last.outputs[0].text == "aE" and last.outputs[0].finish_reason is LENGTH
-
-
-def test_abort(engine) -> None:
-    engine.add(stop=["END"], n=2)
-    engine.step(update([ord("E")]))
-    engine.step(update([ord("x")], sample=1, reason=LENGTH))
-    last = engine.outputs.abort_sample("r", 0, 50.0)
-    assert last.finished and last.metrics.finished_s == 50.0
-    assert [c.finish_reason for c in last.outputs] == [ABORT, LENGTH]
-    assert [c.text for c in last.outputs] == ["E", "x"]
-    assert engine.outputs.abort_sample("r", 0, 51.0) is None
-    assert engine.step(update([1])) == []
-    engine.add()  # the id is free again
-    engine.outputs.drop("r")
-    engine.outputs.drop("r")
-    assert len(engine.outputs) == 0
-
-
-def test_one_sample_aborted(engine) -> None:
-    engine.add(n=2)
-    [output] = engine.step(update(reason=ABORT), update([104], sample=1))
-    assert [c.finish_reason for c in output.outputs] == [ABORT, None] and not output.finished
-
-
-def test_abort_of_single_samples(engine) -> None:
-    engine.add(n=3)
-    engine.step(update([104]), update([105], sample=1), update([106], sample=2))
-    assert engine.outputs.abort_sample("r", 1, 5.0) is None
-    assert not engine.outputs.has_sample("r", 1) and engine.outputs.has_sample("r", 2)
-    [output] = engine.step(update([104]), update([1], sample=1), update([107], sample=2))
-    assert [c.text for c in output.outputs] == ["hh", "i", "jk"]
-    assert [c.finish_reason for c in output.outputs] == [None, ABORT, None]
-    [output] = engine.step(update([104], reason=LENGTH))
-    assert not output.finished
-    last = engine.outputs.abort_sample("r", 2, 9.0)
-    assert last.finished and [c.finish_reason for c in last.outputs] == [LENGTH, ABORT, ABORT]
-    assert len(engine.outputs) == 0 and engine.outputs.abort_sample("r", 2, 9.0) is None
-
-
-# -- ranked: best_of and beams --------------------------------------------------------------------
-
-
-def ranked(tokenizer, **params) -> Engine:
-    engine = Engine(tokenizer, OutputKind.FINAL_ONLY)
-    engine.add(**params)
-    return engine
-
-
-def logged(text, *logprobs) -> dict:
-    ids = list(text.encode())
-    entries = [TokenLogprobs(i, logprob, 1, ()) for i, logprob in zip(ids, logprobs, strict=True)]
-    return {"ids": ids, "logprobs": entries, "reason": LENGTH}
-
-
-def test_best_of_takes_the_best_mean_logprob(byte_tokenizer) -> None:
-    engine = ranked(byte_tokenizer, n=2, best_of=4)
-    [last] = engine.step(
-        update(**logged("ab", -3.0, -1.0)),
-        update(**logged("c", -1.5), sample=1),  # less in sum, yet not in the mean
-        update(**logged("de", -1.5, -1.5), sample=2),  # as good: the lower index is first
-        update(reason=ABORT, sample=3),
-    )
-    assert [(c.index, c.text, c.score) for c in last.outputs] == [(0, "c", -1.5), (1, "de", -1.5)]
-    assert all(c.logprobs is None and c.cumulative_logprob is None for c in last.outputs)
-
-
-def test_best_of_prefers_what_was_not_aborted(byte_tokenizer) -> None:
-    engine = ranked(byte_tokenizer, n=1, best_of=2)
-    good = logged("a", -0.1)
-    del good["reason"]
-    assert engine.step(update(**good)) == []
-    engine.outputs.abort_sample("r", 0, 1.0)
-    [last] = engine.step(update(**logged("b", -9.0), sample=1))
-    assert [c.text for c in last.outputs] == ["b"]
-
-
-def test_best_of_shows_logprobs_that_were_asked_for(byte_tokenizer) -> None:
-    engine = ranked(byte_tokenizer, n=1, best_of=2, logprobs=0)
-    [last] = engine.step(update(**logged("a", -2.0)), update(**logged("b", -1.0), sample=1))
-    [best] = last.outputs
-    assert best.cumulative_logprob == best.score == -1.0 and best.logprobs[0][98].logprob == -1.0
-
-
-@pytest.mark.parametrize("include", [False, True])
-def test_beams_come_with_scores_and_text(byte_tokenizer, include) -> None:
-    engine = ranked(byte_tokenizer, beam_width=2, max_tokens=3, include_stop_str_in_output=include)
-    [last] = engine.step(
-        update([104, 105, EOS], reason=STOP, cum_logprob=-1.5, score=-0.5),
-        update([104, 106, 107], sample=1, reason=LENGTH, cum_logprob=-3.0, score=-1.0),
-    )
-    assert [c.text for c in last.outputs] == ["hi" + "</s>" * include, "hjk"]
-    assert [(c.cumulative_logprob, c.score) for c in last.outputs] == [(-1.5, -0.5), (-3.0, -1.0)]
-    beams = beams_of(last, with_text=True)
-    assert beams.request_id == "r"
-    assert [b.tokens for b in beams.sequences] == [[97, 104, 105, EOS], [97, 104, 106, 107]]
-    assert [(b.text, b.cum_logprob, b.score) for b in beams.sequences] == [
-        (c.text, c.cumulative_logprob, c.score) for c in last.outputs
-    ]
-    assert [b.finish_reason for b in beams.sequences] == [STOP, LENGTH]
-    assert [b.text for b in beams_of(last, with_text=False).sequences] == [None, None]
-
-
-# -- many ---------------------------------------------------------------------------------------
+# -- many
 
 
 def test_samples_of_one_step_come_in_one_output(engine, byte_tokenizer) -> None:
     engine.add(n=3)
     [output] = engine.step(update([97], sample=2), update([98], sample=0))
     assert [c.text for c in output.outputs] == ["b", "", "a"]
-    deltas = Engine(byte_tokenizer, OutputKind.DELTA)
+    deltas = OutputFeed(byte_tokenizer, OutputKind.DELTA)
     deltas.add(n=3)
     [output] = deltas.step(update([97], sample=2), update([98], sample=0))
     assert [(c.index, c.text) for c in output.outputs] == [(0, "b"), (2, "a")]
@@ -372,14 +156,14 @@ def test_no_text_when_none_is_wanted_or_possible(engine) -> None:
     [output] = engine.step(update([104], logprobs=[TokenLogprobs(104, -1.0, 1, ())]))
     assert output.outputs[0].text == "" and output.outputs[0].token_ids == [104]
     assert output.outputs[0].logprobs[0][104].decoded_token == "h"
-    bare = Engine(None)
+    bare = OutputFeed(None)
     bare.add(logprobs=0)
     [output] = bare.step(update([104], logprobs=[TokenLogprobs(104, -1.0, 1, ())], reason=LENGTH))
     assert output.outputs[0].text == "" and output.prompt is None
     assert output.outputs[0].logprobs[0][104].decoded_token is None
 
 
-# -- logprobs and metrics -------------------------------------------------------------------------
+# -- logprobs and metrics
 
 
 def test_logprobs(engine) -> None:
@@ -408,7 +192,7 @@ def test_no_logprobs_unless_asked(engine) -> None:
 
 
 def test_delta_logprobs(byte_tokenizer) -> None:
-    engine = Engine(byte_tokenizer, OutputKind.DELTA)
+    engine = OutputFeed(byte_tokenizer, OutputKind.DELTA)
     engine.add(logprobs=0)
     entries = [TokenLogprobs(104 + i, -1.0 - i, 1, ()) for i in range(3)]
     for i, entry in enumerate(entries):
@@ -419,7 +203,7 @@ def test_delta_logprobs(byte_tokenizer) -> None:
 
 @pytest.mark.parametrize("kind", OutputKind)
 def test_prompt_logprobs_come_in_chunks(byte_tokenizer, kind) -> None:
-    engine = Engine(byte_tokenizer, kind)
+    engine = OutputFeed(byte_tokenizer, kind)
     engine.add(prompt=[97, 98, 99, 100], prompt_logprobs=1, n=2)
     entries = [TokenLogprobs(i, -float(i), 1, ((5, -0.1),)) for i in (98, 99, 100)]
     assert engine.step(update(prompt=entries[:2]), update(prompt=entries[:2], sample=1)) == []
@@ -461,7 +245,7 @@ def test_times_without_stats(engine) -> None:
 
 def test_stats_are_copied_and_completed(byte_tokenizer) -> None:
     """A request that a stop string ends is not finished yet for the scheduler."""
-    engine = Engine(byte_tokenizer)
+    engine = OutputFeed(byte_tokenizer)
     metrics = RequestMetrics(arrival_s=1.0, num_preemptions=2, first_token_s=3.0)
     usage = RequestKVUsage(peak_blocks=3)
     engine.stats = lambda request_id: (metrics, usage) if request_id == "r" else None
@@ -474,7 +258,7 @@ def test_stats_are_copied_and_completed(byte_tokenizer) -> None:
     assert other.metrics.first_token_s == 1.0 and other.kv == RequestKVUsage()
 
 
-# -- properties -----------------------------------------------------------------------------------
+# -- the three kinds
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -509,7 +293,7 @@ def test_the_three_kinds_tell_the_same_story(byte_tokenizer, data) -> None:
         steps.append(updates)
     stories = {}
     for kind in OutputKind:
-        engine = Engine(byte_tokenizer, kind)
+        engine = OutputFeed(byte_tokenizer, kind)
         engine.add(**params)
         stories[kind] = [output for updates in steps for output in engine.step(*updates)]
         assert len(engine.outputs) == 0 and stories[kind][-1].finished

@@ -17,7 +17,7 @@ from octavo import LLM, SamplingParams
 from octavo.config import EngineConfig
 from octavo.engine.tiers import check_disk_folder, fingerprint
 from octavo.errors import CapacityError, ConfigError, InvalidRequestError
-from octavo.kv.sizing import KVShape
+from octavo.kv.shape import KVShape
 from octavo.ops.cpu import qgemm
 from octavo.weights.load import open_model
 from octavo.weights.locate import locate

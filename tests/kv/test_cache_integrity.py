@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from kv_content import Sim
+from kv_sim import Sim
 
 from octavo.errors import IntegrityError
 from octavo.kv.node import Node, block_key

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from octavo.errors import CapacityError
-from octavo.kv.sizing import GPUTerms, KVShape, MemoryPlan, plan_memory, resized
+from octavo.kv.memory_plan import GPUTerms, MemoryPlan
+from octavo.kv.shape import KVShape
+from octavo.kv.sizing import plan_memory, resized
 
 GIB = 1 << 30
 OPT_13B = KVShape(40, 40, 128, 2)

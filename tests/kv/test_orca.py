@@ -63,7 +63,7 @@ def test_a_length_beyond_the_largest_chunk_is_not_reserved() -> None:
 
 
 def test_terms_as_the_paper_defines_them() -> None:
-    """PAPER.md, section 4: a pool of 40 blocks of 4, four sequences of 10 tokens in and 12 out.
+    """A pool of 40 blocks of 4, four sequences of 10 tokens in and 12 out.
 
     token: filled; reservation: prompt + output - filled; internal: allocated - (prompt + output);
     external and others: the rest, with the slack of rounding.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kv_content import Sim
+from kv_sim import Sim
 
 from octavo.errors import CapacityError, InvalidRequestError
 from octavo.kv import Pin
@@ -13,9 +13,7 @@ A, B = list(range(100, 140)), list(range(200, 260))
 
 def cached(num_blocks: int = 10, **more: object) -> Sim:
     sim = Sim(num_blocks, 4, **more)
-    seq = sim.add(0, A[:18])
-    sim.run(seq)
-    sim.end(seq)
+    sim.finish(0, A[:18])
     return sim
 
 
@@ -40,9 +38,7 @@ def test_pinned_blocks_are_not_evicted() -> None:
     ledger = sim.kv.ledger()
     assert (ledger.cached, ledger.free) == (20, 20)
     assert (ledger.num_physical_blocks, ledger.tokens) == (0, 0)
-    seq = sim.add(1, B[:28])
-    sim.run(seq)
-    sim.end(seq)
+    sim.finish(1, B[:28])
     again = sim.add(2, [*A[:12], 1])
     assert sim.run(again) == 12
     assert [sim.kv.ref_count(b) for b in sim.kv.block_table(2)] == [2, 2, 2, 1]
@@ -54,9 +50,7 @@ def test_pinned_blocks_are_not_evicted() -> None:
 def test_an_unpinned_prefix_is_cached_as_the_latest() -> None:
     sim = cached()
     pin = pinned(sim, A[:8])
-    seq = sim.add(1, B[:16])
-    sim.run(seq)
-    sim.end(seq)
+    sim.finish(1, B[:16])
     unpin(sim, pin)
     assert sim.kv.num_free_blocks == 10
     assert sim.kv.max_tokens_of_one_sequence == 40

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kv_content import Sim
+from kv_sim import Sim
 
 from octavo.kv import NO_GROWTH, Growth, KVCacheManager, SeqDemand
 from octavo.kv.node import Node
@@ -19,9 +19,7 @@ def cached(*prompts: list[int], num_blocks: int = 12) -> Sim:
     """Each prompt ran and ended, in blocks of 4."""
     sim = Sim(num_blocks, 4)
     for number, tokens in enumerate(prompts):
-        seq = sim.add(100 + number, tokens)
-        sim.run(seq)
-        sim.end(seq)
+        sim.finish(100 + number, tokens)
     return sim
 
 
@@ -316,9 +314,7 @@ def test_without_the_cache_only_relatives_share_and_nothing_stays() -> None:
 def test_nothing_is_remembered_of_salts_without_blocks() -> None:
     sim = Sim(2, 4)
     for number in range(100):
-        seq = sim.add(number, A[:8], salt=f"tenant {number}")
-        sim.run(seq)
-        sim.end(seq)
+        sim.finish(number, A[:8], salt=f"tenant {number}")
     tree = sim.kv._cache.tree
     assert tree.num_ghosts == tree.max_ghosts == 8
     assert len(tree.roots) <= 2 + 8

@@ -1,6 +1,6 @@
 """A hypothesis machine that tries to make the memory room serve wrong KV.
 
-It plays scheduler and runner over simulated memories (`kv_content`): prompts that overlap heavily,
+It plays scheduler and runner over simulated memories (`kv_sim`): prompts that overlap heavily,
 forks, beams, preemptions to host and back, aborts, pins, resizes, failed steps, a disk that loses
 and damages blocks, restarts. After every plan each slot that a sequence believes to have holds
 precisely its own prefix; I1, I2, I3 and I7 hold all the time; `can_admit` and `can_grow_all` keep
@@ -18,7 +18,7 @@ import sys
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kv_content import Seq, Sim
+from kv_sim import Seq, Sim
 
 from octavo.errors import CapacityError
 from octavo.kv import KVCacheManager

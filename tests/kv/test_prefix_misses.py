@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kv_content import Sim
+from kv_sim import Sim
 
 from octavo.outputs import MissReason, PrefixMiss
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kv_content import Sim
+from kv_sim import Sim
 
 from octavo.errors import CapacityError
 from octavo.kv import ContiguousPolicy, KVCacheManager
@@ -12,15 +12,9 @@ from octavo.plan import BlockCopy, CopyKind
 A, B, C = (list(range(i * 100, i * 100 + 60)) for i in range(1, 4))
 
 
-def ended(sim: Sim, seq_id: int, tokens: list[int]) -> None:
-    seq = sim.add(seq_id, tokens)
-    sim.run(seq)
-    sim.end(seq)
-
-
 def test_a_grown_pool_gives_its_new_blocks_first() -> None:
     sim = Sim(3, 4)
-    ended(sim, 0, A[:12])
+    sim.finish(0, A[:12])
     assert sim.kv.resize(5) == []
     assert sim.kv.num_free_blocks == 5
     assert sim.kv.max_tokens_of_one_sequence == 20
@@ -52,7 +46,7 @@ def test_blocks_behind_the_new_end_move_and_tables_follow() -> None:
 
 def test_contents_survive_any_sizes() -> None:
     sim = Sim(12, 4, num_host_blocks=4)
-    ended(sim, 0, A[:16])
+    sim.finish(0, A[:16])
     running = [sim.add(1, B[:10]), sim.add(2, [*A[:8], *C[:3]])]
     for seq in running:
         sim.run(seq)
@@ -73,8 +67,8 @@ def test_contents_survive_any_sizes() -> None:
 
 def test_the_least_recently_used_are_evicted_and_move_to_the_host() -> None:
     sim = Sim(6, 4, num_host_blocks=2)
-    ended(sim, 0, A[:8])
-    ended(sim, 1, B[:8])
+    sim.finish(0, A[:8])
+    sim.finish(1, B[:8])
     sim.kv.begin_step()
     sim.kv.resize(2)
     assert [copy.kind for copy in sim.kv._pool.copies] == [CopyKind.TO_HOST] * 2 + [
@@ -90,7 +84,7 @@ def test_the_least_recently_used_are_evicted_and_move_to_the_host() -> None:
 def test_too_many_blocks_in_use_are_refused_with_their_number() -> None:
     sim = Sim(8, 4)
     sim.run(sim.add(0, A[:12]))
-    ended(sim, 1, B[:8])
+    sim.finish(1, B[:8])
     pin = sim.kv.pin(B[:8])
     assert sim.kv.resize_shortfall(4) == 1
     message = r"from 8 to 4 blocks: 5 are in use, 2 of them pinned; 1 must be released first"
@@ -106,9 +100,9 @@ def test_too_many_blocks_in_use_are_refused_with_their_number() -> None:
 
 def test_pinned_blocks_move() -> None:
     sim = Sim(8, 4)
-    ended(sim, 0, A[:8])
-    ended(sim, 1, B[:8])
-    ended(sim, 2, C[:16])
+    sim.finish(0, A[:8])
+    sim.finish(1, B[:8])
+    sim.finish(2, C[:16])
     pin = sim.kv.pin(C[:8])
     before = list(sim.kv._pins.blocks[pin.pin_id])
     moves = dict(sim.kv.resize(4))
@@ -123,7 +117,7 @@ def test_pinned_blocks_move() -> None:
 
 def test_pins_keep_to_half_of_a_smaller_pool() -> None:
     sim = Sim(8, 4)
-    ended(sim, 0, A[:16])
+    sim.finish(0, A[:16])
     pin = sim.kv.pin(A[:12])
     assert sim.kv.resize_shortfall(5) == 0
     for refuse in (sim.kv.check_size, sim.kv.resize):
@@ -139,7 +133,7 @@ def test_pins_keep_to_half_of_a_smaller_pool() -> None:
 
 def test_usage_follows_moved_blocks() -> None:
     sim = Sim(8, 4)
-    ended(sim, 0, A[:16])
+    sim.finish(0, A[:16])
     seq = sim.add(1, B[:10], request_id="r")
     sim.run(seq)
     sim.fork(seq, 2, C[:1])
@@ -159,7 +153,7 @@ def test_a_policy_that_places_blocks_itself_cannot_be_resized() -> None:
 
 def test_a_resize_to_the_same_size_changes_nothing() -> None:
     sim = Sim(4, 4)
-    ended(sim, 0, A[:8])
+    sim.finish(0, A[:8])
     order = sim.kv._pool.free_block_ids()
     assert sim.kv.resize(4) == []
     assert sim.kv._pool.free_block_ids() == order

@@ -104,7 +104,7 @@ class Memory:
         self.seen[now_s] = self.kv.ledger(), tables
 
     def settled(self, now_s: float) -> tuple[int, int, int]:
-        """(reserved, internal, undecided) by the definition (PAPER.md, section 4): prompt and true
+        """(reserved, internal, undecided) by the definition: prompt and true
         output, less what is filled; and what else was set aside. Live ones: as far as they may."""
         ledger, tables = self.seen[now_s]
         held = ledger.internal - sum(

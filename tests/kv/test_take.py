@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from group_sim import GroupSim, Player
-from kv_content import Sim
+from kv_sim import Sim
 
 BEGUN = list(range(12))
 

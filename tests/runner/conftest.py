@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from octavo.arch import ModelArch, RopeConfig
 from octavo.attention.select import select_attention
 from octavo.layers.workspace import Workspace
 from octavo.models.decoder import Decoder
 from octavo.runner.kv_store import KVStore
 from octavo.runner.runner import Runner
 
+sys.path.insert(0, str(Path(__file__).parent))  # the tests import `runner_support` from here
+
+from runner_support import ARCH
+
 CPU = torch.device("cpu")
-ARCH = ModelArch(
-    architecture="LlamaForCausalLM",
-    vocab_size=128,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_position_embeddings=64,
-    rope=RopeConfig(rotary_dim=16),
-    tie_word_embeddings=True,
-)
 
 
 def _make_runner(dtype: torch.dtype, seed: int = 0, **store_options: Any) -> Runner:

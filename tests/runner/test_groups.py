@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from runner_support import seq
 
 from octavo.errors import NumericsError
 from octavo.ops.cpu import gemm
@@ -18,7 +19,6 @@ from octavo.plan import (
     CopyKind,
     NewSeq,
     SeqFork,
-    SeqPlan,
     SeqResult,
     StepPlan,
 )
@@ -31,17 +31,6 @@ from octavo.sampling import draw as draw_module
 MakeRunner = Callable[..., Runner]
 PROMPT = [5, 17, 99, 3, 42, 8]
 GREEDY = SamplerParams()
-
-
-def seq(
-    seq_id: int,
-    start: int,
-    count: int,
-    blocks: tuple[int, ...] = (),
-    replaced: tuple[int, int] | None = None,
-    sample: bool = True,
-) -> SeqPlan:
-    return SeqPlan(seq_id, start, count, blocks, replaced, sample)
 
 
 def make_inputs(max_num_seqs: int = 4) -> InputBatch:

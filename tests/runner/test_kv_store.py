@@ -9,38 +9,20 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from copy_support import LABEL, NUM, MemoryFiles, copies_of_all_kinds, one_by_one
 from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.errors import CapacityError
-from octavo.kv.sizing import KVShape
+from octavo.kv.shape import KVShape
 from octavo.ops.cpu import memory as memory_module
-from octavo.plan import BlockCopy, BlockLabel, CopyKind
+from octavo.plan import BlockCopy, CopyKind
 from octavo.runner import kv_store as module
 from octavo.runner import pool_memory
 from octavo.runner.kv_store import KVStore, copy_one_by_one
 
 CPU = torch.device("cpu")
-LABEL = BlockLabel(b"d" * 16, b"p" * 16, (1, 2))
 MIB = 1 << 20
-
-
-class MemoryFiles:
-    """Stands for the disk: what was put can be taken at once."""
-
-    def __init__(self) -> None:
-        self.blocks: dict[int, np.ndarray] = {}
-        self.num_settled = 0
-
-    def put(self, disk_id: int, label: BlockLabel, data: np.ndarray) -> None:
-        assert label == LABEL
-        self.blocks[disk_id] = data.copy()
-
-    def take(self, disk_id: int) -> np.ndarray | None:
-        return self.blocks.get(disk_id)
-
-    def settle(self) -> None:
-        self.num_settled += 1
 
 
 def small_store(num_blocks: int, num_host_blocks: int, **options: Any) -> KVStore:
@@ -57,30 +39,7 @@ def block_values(blocks: torch.Tensor) -> list[float]:
     return rows[:, 0].tolist()
 
 
-def one_by_one(copies: list[BlockCopy], tiers: dict[str, dict[int, float]]) -> None:
-    names = {
-        CopyKind.WITHIN: ("pool", "pool"),
-        CopyKind.TO_HOST: ("pool", "host"),
-        CopyKind.FROM_HOST: ("host", "pool"),
-        CopyKind.TO_DISK: ("host", "disk"),
-        CopyKind.FROM_DISK: ("disk", "pool"),
-    }
-    for copy in copies:
-        source, target = names[copy.kind]
-        tiers[target][copy.dst] = tiers[source][copy.src]
-
-
-NUM = 5
-plain_copies = st.builds(
-    BlockCopy,
-    st.integers(0, NUM - 1),
-    st.integers(0, NUM - 1),
-    st.sampled_from(list(CopyKind)),
-    st.just(LABEL),
-)
-
-
-@given(st.lists(plain_copies, max_size=40))
+@given(st.lists(copies_of_all_kinds, max_size=40))
 def test_all_kinds_in_order(copies: list[BlockCopy]) -> None:
     """Bombs of copies with every hazard, over pools so small that hazards are the rule."""
     disk = MemoryFiles()

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from copy_support import LABEL, NUM, MemoryFiles, copies_of_all_kinds, one_by_one
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from octavo.plan import BlockCopy, BlockLabel, CopyKind
+from octavo.plan import BlockCopy, CopyKind
 from octavo.runner import gpu_copies as module
 from octavo.runner.gpu_copies import GpuCopies, untangled
 
@@ -21,30 +22,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 CPU = torch.device("cpu")
-LABEL = BlockLabel(b"d" * 16, b"p" * 16, (1, 2))
-NUM = 5
-copies_of_all_kinds = st.builds(
-    BlockCopy,
-    st.integers(0, NUM - 1),
-    st.integers(0, NUM - 1),
-    st.sampled_from(list(CopyKind)),
-    st.just(LABEL),
-)
-
-
-class MemoryFiles:
-    """Stands for the disk: what was put can be taken at once."""
-
-    def __init__(self, blocks: dict[int, np.ndarray]) -> None:
-        self.blocks = blocks
-
-    def put(self, disk_id: int, label: BlockLabel, data: np.ndarray) -> None:
-        self.blocks[disk_id] = data.copy()
-
-    def take(self, disk_id: int) -> np.ndarray | None:
-        return self.blocks.get(disk_id)
-
-    def settle(self) -> None: ...
 
 
 def rows(first: int) -> torch.Tensor:
@@ -57,20 +34,11 @@ def test_all_kinds_in_order(copies: list[BlockCopy], few: int) -> None:
     """Every hazard, with blocks copied by the kernel, one by one, and now so, now so."""
     pool, host = rows(0), rows(10)
     disk = MemoryFiles({i: row.numpy() for i, row in enumerate(rows(20))})
-    tiers: dict[str, list[int]] = {
-        name: list(range(first, first + NUM))
+    tiers = {
+        name: dict(enumerate(range(first, first + NUM)))
         for name, first in (("pool", 0), ("host", 10), ("disk", 20))
     }
-    ways = {
-        CopyKind.WITHIN: ("pool", "pool"),
-        CopyKind.TO_HOST: ("pool", "host"),
-        CopyKind.FROM_HOST: ("host", "pool"),
-        CopyKind.TO_DISK: ("host", "disk"),
-        CopyKind.FROM_DISK: ("disk", "pool"),
-    }
-    for copy in copies:
-        source, target = ways[copy.kind]
-        tiers[target][copy.dst] = tiers[source][copy.src]
+    one_by_one(copies, tiers)
     before = module.FEW_COPIES
     module.FEW_COPIES = few
     try:
@@ -80,8 +48,10 @@ def test_all_kinds_in_order(copies: list[BlockCopy], few: int) -> None:
     finally:
         module.FEW_COPIES = before
     for name, found in (("pool", pool), ("host", host)):
-        assert torch.equal(found, torch.tensor(tiers[name], dtype=torch.uint8)[:, None] + 0 * found)
-    assert [int(disk.blocks[i][0]) for i in range(NUM)] == tiers["disk"]
+        assert torch.equal(
+            found, torch.tensor([*tiers[name].values()], dtype=torch.uint8)[:, None] + 0 * found
+        )
+    assert [int(disk.blocks[i][0]) for i in range(NUM)] == [*tiers["disk"].values()]
 
 
 def test_a_plan_takes_one_upload_and_a_launch_for_each_run(monkeypatch: Any) -> None:

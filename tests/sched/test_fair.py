@@ -11,7 +11,7 @@ from octavo.kv import KVCacheManager
 from octavo.plan import SeqResult, StepPlan, StepResult
 from octavo.request import Request
 from octavo.sched import Scheduler
-from octavo.sched.fair import INPUT_WEIGHT, OUTPUT_WEIGHT
+from octavo.sched.clients import INPUT_WEIGHT, OUTPUT_WEIGHT
 
 BLOCK = 4
 
@@ -63,7 +63,7 @@ class Driver:
         raise AssertionError("no end in sight")
 
     def service(self) -> dict[str, float]:
-        return self.scheduler.roster.client_service()
+        return self.scheduler.roster.clients.service()
 
 
 def test_clients_take_turns_however_many_requests_one_sends() -> None:
@@ -159,21 +159,21 @@ def test_nobody_starves_and_preempted_ones_come_back_first() -> None:
     assert one.kv.num_free_blocks == 12
 
 
-def test_a_client_over_its_share_is_passed() -> None:
-    for policy in ("fcfs", "priority", "fair"):
-        one = Driver(num_blocks=16, seats=8, policy=policy)
-        for _ in range(3):
-            one.add("a", num_input=8, num_output=4, max_kv_share=0.2)
-        other = one.add("b", num_input=8, num_output=4, max_kv_share=0.5)
-        one.step()
-        assert set(one.order) == {"a1", other}, policy
-        assert one.scheduler.roster.client_blocks()["a"] >= 2
-        (event,) = one.scheduler.events("a2")
-        assert event.kind is EventKind.WAITED and event.until_s is None
-        assert "client a holds 2 blocks, it needs 2 more, and 20% of the 16 are 3" in event.why
-        one.drain()
-        assert one.order[2:] == ["a2", "a3"], policy
-        assert one.scheduler.events("a2")[0].until_s is not None
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+def test_a_client_over_its_share_is_passed(policy: str) -> None:
+    one = Driver(num_blocks=16, seats=8, policy=policy)
+    for _ in range(3):
+        one.add("a", num_input=8, num_output=4, max_kv_share=0.2)
+    other = one.add("b", num_input=8, num_output=4, max_kv_share=0.5)
+    one.step()
+    assert set(one.order) == {"a1", other}
+    assert one.scheduler.roster.clients.blocks()["a"] >= 2
+    (event,) = one.scheduler.events("a2")
+    assert event.kind is EventKind.WAITED and event.until_s is None
+    assert "client a holds 2 blocks, it needs 2 more, and 20% of the 16 are 3" in event.why
+    one.drain()
+    assert one.order[2:] == ["a2", "a3"]
+    assert one.scheduler.events("a2")[0].until_s is not None
 
 
 def test_who_holds_nothing_may_come_in_whatever_it_needs() -> None:

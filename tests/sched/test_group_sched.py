@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
+from sched_machine import SchedulerMachine, tight
 from sched_support import ReplicaRunner, chain
-from test_sched_machine import SchedulerMachine
 
 from octavo.kv import KVCacheManager, PagedPolicy
 from octavo.kv.needs import num_behind
@@ -104,34 +106,22 @@ class GroupedMachine(SchedulerMachine):
         num_blocks: int,
         block_size: int,
         windows: tuple[int, ...],
-        max_num_seqs: int,
-        extra_tokens: int,
-        max_model_len: int,
-        policy: str,
-        watermark: float,
         prefix_caching: bool,
         num_host_blocks: int,
-        mode: str,
-        is_quiet: bool,
-        plan_ahead: bool,
-        is_late: bool,
+        **limits: Any,
     ) -> None:
         if is_tight:
             num_blocks = len(windows) * (3 + num_blocks % 8)
-            max_num_seqs, max_model_len, watermark = max_num_seqs + 3, 1000, 0.0
+            limits |= tight(**limits)
         kv = KVCacheManager(
             max(num_blocks, 2 * len(windows)),
             block_size,
-            PagedPolicy(windows, max_num_seqs + extra_tokens),
+            PagedPolicy(windows, limits["max_num_seqs"] + limits["extra_tokens"]),
             enable_prefix_caching=prefix_caching,
             num_host_blocks=num_host_blocks,
         )
-        self.begin(
-            kv, max_num_seqs, extra_tokens, max_model_len, policy, watermark, mode, "last-come",
-            prefix_caching=prefix_caching, is_tight=is_tight, is_quiet=is_quiet,
-            plan_ahead=plan_ahead, is_late=is_late,
-        )  # fmt: skip
-        self.most = min(max_model_len, kv.max_tokens_of_one_sequence)
+        self.begin(kv, prefix_caching=prefix_caching, is_tight=is_tight, **limits)
+        self.most = min(self.max_model_len, kv.max_tokens_of_one_sequence)
 
     def make_runner(self, max_tokens: int) -> ReplicaRunner:
         runner = GroupReplica(

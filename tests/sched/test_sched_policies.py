@@ -1,14 +1,10 @@
-"""The scheduler over every allocation policy: the machine of `test_sched_machine` again, and what
-is special about policies that reserve."""
+"""What is special about scheduling over allocation policies that reserve."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import initialize
 from sched_support import (
     ReplicaRunner,
     answer,
@@ -22,12 +18,11 @@ from sched_support import (
     run_step,
     shares,
 )
-from test_sched_machine import SchedulerMachine
 
 from octavo.config import KVPolicy
 from octavo.errors import RequestCapacityError
 from octavo.events import EventKind
-from octavo.kv import KVCacheManager, SeqDemand, make_policy
+from octavo.kv import KVCacheManager, make_policy
 from octavo.plan import CopyKind
 from octavo.request import FinishReason, Request
 from octavo.sched import Scheduler
@@ -43,100 +38,6 @@ def make(
     kv_policy = make_policy(policy, max_seq_tokens=max_seq_tokens, **limits)  # type: ignore[arg-type]
     kv = KVCacheManager(num_blocks, 4, kv_policy)
     return make_scheduler(kv=kv, max_model_len=max_seq_tokens, **options)
-
-
-class ReservingMachine(SchedulerMachine):
-    """Nobody is ever preempted or cut short; samples and beams are copied."""
-
-    kv_policy: KVPolicy = "orca-max"
-
-    @initialize(
-        num_blocks=st.integers(3, 200) | st.integers(20, 60),
-        block_size=st.sampled_from([1, 2, 3, 4, 8, 16]),
-        max_num_seqs=st.integers(1, 3) | st.integers(4, 12),
-        extra_tokens=st.sampled_from([0, 1, 5, 30]),
-        max_model_len=st.integers(2, 80),
-        policy=st.sampled_from(["fcfs", "priority"]),
-        watermark=st.sampled_from([0.0, 0.01, 0.6]),
-        max_batch=st.sampled_from([None, 1, 4]),
-        max_padded=st.sampled_from([None, 30]),
-        plan_ahead=st.booleans(),
-        is_late=st.booleans(),
-    )
-    def start(
-        self,
-        num_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        extra_tokens: int,
-        max_model_len: int,
-        policy: str,
-        watermark: float,
-        max_batch: int | None,
-        max_padded: int | None,
-        plan_ahead: bool,
-        is_late: bool,
-    ) -> None:
-        limits = {"max_batch": max_batch, "max_padded_tokens": max_padded}
-        if self.kv_policy != "contiguous":
-            limits = {}
-        kv_policy = make_policy(self.kv_policy, max_seq_tokens=max_model_len, **limits)
-        kv = KVCacheManager(num_blocks, block_size, kv_policy)
-        self.begin(
-            kv, max_num_seqs, extra_tokens, max_model_len, policy, watermark, "recompute",
-            "last-come", prefix_caching=False, is_tight=False, is_quiet=False,
-            plan_ahead=plan_ahead, is_late=is_late,
-        )  # fmt: skip
-
-    def with_expectation(self, request: Request, max_total: int) -> Request:
-        """Half of them say how long they will be at most."""
-        if max_total <= len(request.prompt_token_ids) or len(request.request_id) * max_total % 2:
-            return request
-        outputs = [lonely_run(request, i, max_total)[0] for i in range(request.n)]
-        return replace(request, expected_output_tokens=max(map(len, outputs)))
-
-    def most_for(self, request: Request) -> int:
-        return min(self.max_model_len, self.kv.max_tokens_of_one_sequence)
-
-    def check_refusal(self, request: Request, error: RequestCapacityError, total: int) -> None:
-        """Its sequences that run at once have no room beside each other."""
-        expected = request.expected_output_tokens
-        num_prompt = len(request.prompt_token_ids)
-        demand = SeqDemand(
-            num_prompt,
-            total,
-            None if expected is None else num_prompt + expected,
-            num_seqs=min(request.n, self.max_num_seqs),
-        )
-        assert not self.kv.fits_idle(demand)
-        assert error.parameter == ("n" if request.beam is None else "beam_width")
-
-    def schedule(self) -> None:
-        super().schedule()
-        assert self.scheduler.num_preemptions == 0
-        assert all(e.kind is EventKind.WAITED for e in self.scheduler.events())
-
-    def check_tables(self) -> None:
-        """Each has its run from the beginning, and members of a batch may wait for their turn."""
-        for seq_id, seq in self.runner.seqs.items():
-            table = list(self.kv.block_table(seq_id)) if self.kv.has(seq_id) else []
-            assert seq.block_ids in (table, [])
-            assert table == list(range(table[0], table[0] + len(table))) if table else True
-        assert self.scheduler.num_running == self.kv.num_sequences <= self.max_num_seqs
-
-
-def machine(name: KVPolicy) -> type:
-    """The test case for one policy."""
-    of_policy = type(f"Machine_{name}", (ReservingMachine,), {"kv_policy": name})
-    case = of_policy.TestCase
-    case.settings = settings(max_examples=25, stateful_step_count=40)
-    return case
-
-
-TestContiguousSchedulerMachine = machine("contiguous")
-TestOrcaMaxSchedulerMachine = machine("orca-max")
-TestOrcaPow2SchedulerMachine = machine("orca-pow2")
-TestOrcaOracleSchedulerMachine = machine("orca-oracle")
 
 
 # -- request-level batches
@@ -332,17 +233,17 @@ def test_a_promise_goes_when_its_carrier_does() -> None:
     assert_drained(kv)
 
 
-def test_more_samples_than_seats_come_in_turns() -> None:
+@pytest.mark.parametrize("policy", RESERVING)
+def test_more_samples_than_seats_come_in_turns(policy: KVPolicy) -> None:
     request = make_request("n", 6, n=7, max_tokens=5)
-    for policy in RESERVING:
-        scheduler, kv = make(policy, 40, max_num_seqs=3)
-        runner = ReplicaRunner(40, 4, max_tokens=32, max_seqs=3)
-        scheduler.add(request)
-        updates = drain(scheduler, runner, 60)
-        for index in range(7):
-            mine = [u.token_ids for u in updates if u.sample_index == index]
-            assert [t for ids in mine for t in ids] == lonely_run(request, index, 11)[0]
-        assert_drained(kv)
+    scheduler, kv = make(policy, 40, max_num_seqs=3)
+    runner = ReplicaRunner(40, 4, max_tokens=32, max_seqs=3)
+    scheduler.add(request)
+    updates = drain(scheduler, runner, 60)
+    for index in range(7):
+        mine = [u.token_ids for u in updates if u.sample_index == index]
+        assert [t for ids in mine for t in ids] == lonely_run(request, index, 11)[0]
+    assert_drained(kv)
 
 
 # -- what could never be admitted
@@ -351,28 +252,25 @@ def test_more_samples_than_seats_come_in_turns() -> None:
 @pytest.mark.parametrize(
     ("policy", "num_fit"), [("contiguous", 5), ("orca-max", 5), ("orca-pow2", 10)]
 )
+@pytest.mark.parametrize("what", ["n", "beam_width"])
 def test_sequences_that_never_fit_beside_each_other_are_refused(
-    policy: KVPolicy, num_fit: int
+    policy: KVPolicy, num_fit: int, what: str
 ) -> None:
     """40 blocks: 5 runs for 32 tokens; or 10 runs of 4 blocks for 7 + 4 tokens."""
     scheduler, kv = make(policy, 40, max_num_seqs=16)
-    runner = ReplicaRunner(40, 4, max_tokens=32, max_seqs=16)
-    for what in ("n", "beam_width"):
 
-        def request(num: int, what: str = what) -> Request:
-            if what == "n":
-                return make_request(f"{what}{num}", 7, n=num, max_tokens=3)
-            return make_beams(f"{what}{num}", 7, num, max_tokens=3)
+    def request(num: int) -> Request:
+        if what == "n":
+            return make_request(f"n{num}", 7, n=num, max_tokens=3)
+        return make_beams(f"b{num}", 7, num, max_tokens=3)
 
-        with pytest.raises(RequestCapacityError) as refused:
-            scheduler.add(request(num_fit + 1))
-        assert refused.value.parameter == what
-        assert f"{num_fit + 1} runs of {40 // num_fit} blocks exceed the {num_fit}" in str(
-            refused.value
-        )
-        assert f"lower {what}" in str(refused.value)
-        scheduler.add(request(num_fit))
-        drain(scheduler, runner, 40)
+    with pytest.raises(RequestCapacityError) as refused:
+        scheduler.add(request(num_fit + 1))
+    assert refused.value.parameter == what
+    why = f"{num_fit + 1} runs of {40 // num_fit} blocks exceed the {num_fit}"
+    assert why in str(refused.value) and f"lower {what}" in str(refused.value)
+    scheduler.add(request(num_fit))
+    drain(scheduler, ReplicaRunner(40, 4, max_tokens=32, max_seqs=16), 40)
     assert_drained(kv)
 
 
@@ -398,49 +296,50 @@ def test_seats_limit_what_has_to_fit_at_once() -> None:
     assert_drained(kv)
 
 
-def test_one_sequence_is_as_long_as_the_largest_run() -> None:
-    for policy in RESERVING:
-        scheduler, kv = make(policy, 7)  # 28 tokens; the largest chunk is one of 4 blocks
-        most = 28 if policy == "contiguous" else 16
-        for num_prompt, max_tokens, parameter in ((most, 1, "prompt"), (4, most - 3, "max_tokens")):
-            with pytest.raises(
-                RequestCapacityError, match=f"the {most} that .* {policy}:"
-            ) as error:
-                scheduler.add(make_request("r", num_prompt, max_tokens=max_tokens))
-            assert error.value.parameter == parameter
-        scheduler.add(make_request("r", 4, max_tokens=None))
-        finish_all(scheduler)
-        assert_drained(kv)
+@pytest.mark.parametrize("policy", RESERVING)
+def test_one_sequence_is_as_long_as_the_largest_run(policy: KVPolicy) -> None:
+    scheduler, kv = make(policy, 7)  # 28 tokens; the largest chunk is one of 4 blocks
+    most = 28 if policy == "contiguous" else 16
+    for num_prompt, max_tokens, parameter in ((most, 1, "prompt"), (4, most - 3, "max_tokens")):
+        with pytest.raises(RequestCapacityError, match=f"the {most} that .* {policy}:") as error:
+            scheduler.add(make_request("r", num_prompt, max_tokens=max_tokens))
+        assert error.value.parameter == parameter
+    scheduler.add(make_request("r", 4, max_tokens=None))
+    finish_all(scheduler)
+    assert_drained(kv)
 
 
 # -- expectations
 
 
-def test_a_known_length_is_reserved_and_a_false_one_ends_the_request_early() -> None:
-    request = make_request("r", 6, max_tokens=20)
-    for expected, policy, run_len, num_output in (
-        (10, "orca-oracle", 4, 10),
+@pytest.mark.parametrize(
+    ("expected", "policy", "run_len", "num_output"),
+    [
+        (10, "orca-oracle", 4, 11),  # 16 slots: a block is not cut
         (10, "orca-pow2", 8, 20),  # 6 + 16
         (10, "orca-max", 8, 20),
         (None, "orca-oracle", 8, 20),
         (99, "orca-oracle", 8, 20),
         (2, "orca-oracle", 2, 3),  # 8 tokens fit, and one more is sampled
-    ):
-        scheduler, kv = make(policy, 40)  # type: ignore[arg-type]
-        scheduler.add(replace(request, expected_output_tokens=expected))
-        _, updates = run_step(scheduler)
-        assert len(kv.block_table(0)) == run_len
-        while scheduler.has_unfinished():
-            plan = scheduler.schedule(0.0)
-            updates += [] if plan is None else scheduler.update(answer(plan), 0.0)
-            updates += scheduler.take_updates()
-        if expected == 10 and policy == "orca-oracle":
-            num_output = 11  # 16 slots; a block is not cut
-        assert sum(len(update.token_ids) for update in updates) == num_output
-        assert updates[-1].finish_reason is FinishReason.LENGTH
-        kinds = {event.kind for event in scheduler.events()}
-        assert kinds == ({EventKind.CUT_SHORT} if num_output < 20 else set())
-        assert_drained(kv)
+    ],
+)
+def test_a_known_length_is_reserved_and_a_false_one_ends_the_request_early(
+    expected: int | None, policy: KVPolicy, run_len: int, num_output: int
+) -> None:
+    request = make_request("r", 6, max_tokens=20)
+    scheduler, kv = make(policy, 40)
+    scheduler.add(replace(request, expected_output_tokens=expected))
+    _, updates = run_step(scheduler)
+    assert len(kv.block_table(0)) == run_len
+    while scheduler.has_unfinished():
+        plan = scheduler.schedule(0.0)
+        updates += [] if plan is None else scheduler.update(answer(plan), 0.0)
+        updates += scheduler.take_updates()
+    assert sum(len(update.token_ids) for update in updates) == num_output
+    assert updates[-1].finish_reason is FinishReason.LENGTH
+    kinds = {event.kind for event in scheduler.events()}
+    assert kinds == ({EventKind.CUT_SHORT} if num_output < 20 else set())
+    assert_drained(kv)
 
 
 def test_a_false_expectation_harms_nobody_else() -> None:

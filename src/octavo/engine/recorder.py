@@ -14,8 +14,8 @@ from typing import Any
 from octavo import __version__
 from octavo.config import EngineConfig
 from octavo.kv import KVCacheManager
+from octavo.kv.memory_plan import MemoryPlan
 from octavo.kv.pins import Pin
-from octavo.kv.sizing import MemoryPlan
 from octavo.kv.tiers import ColdStore
 from octavo.plan import BlockLabel, StepPlan, StepResult
 from octavo.record import (

@@ -9,10 +9,12 @@ import torch
 
 from octavo.config import EngineConfig
 from octavo.errors import CapacityError
+from octavo.kv.memory_plan import GPUTerms, MemoryPlan
 from octavo.kv.policies import make_policy
 from octavo.kv.policy import AllocationPolicy
 from octavo.kv.pool import BlockPool
-from octavo.kv.sizing import GPUTerms, KVShape, MemoryPlan, plan_memory
+from octavo.kv.shape import KVShape
+from octavo.kv.sizing import plan_memory
 from octavo.kv_groups import KVGroups, kv_groups, one_group
 from octavo.models.decoder import Decoder
 from octavo.util import cdiv

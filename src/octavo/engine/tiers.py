@@ -13,7 +13,8 @@ from octavo import __version__
 from octavo.arch import ModelArch
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.kv.sizing import KVShape, MemoryPlan
+from octavo.kv.memory_plan import MemoryPlan
+from octavo.kv.shape import KVShape
 from octavo.models.decoder import Decoder
 from octavo.ops.cpu import native
 from octavo.runner.disk_store import DiskStore, open_disk_store

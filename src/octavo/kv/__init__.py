@@ -5,6 +5,7 @@ from __future__ import annotations
 from octavo.kv.contiguous import ContiguousPolicy
 from octavo.kv.ledger import PoolLedger, RequestLedger
 from octavo.kv.manager import KVCacheManager
+from octavo.kv.memory_plan import MemoryPlan
 from octavo.kv.orca import OrcaPolicy
 from octavo.kv.paged import PagedPolicy
 from octavo.kv.pins import Pin
@@ -21,7 +22,8 @@ from octavo.kv.policy import (
 )
 from octavo.kv.pool import BlockPool
 from octavo.kv.settled import LedgerHistory, LedgerSample, MeanLedger
-from octavo.kv.sizing import KVShape, MemoryPlan, plan_memory
+from octavo.kv.shape import KVShape
+from octavo.kv.sizing import plan_memory
 from octavo.kv.stats import PrefixCacheStats
 from octavo.kv.table import BlockTable
 from octavo.kv.tiers import ColdStore, TierLedger

@@ -6,12 +6,9 @@ Of plans that have no blocks yet.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from octavo.kv.memory_plan import MemoryPlan
 from octavo.util import human_bytes
-
-if TYPE_CHECKING:
-    from octavo.kv.sizing import MemoryPlan
 
 
 def left_for_kv(plan: MemoryPlan) -> str:

@@ -25,7 +25,7 @@ from octavo.kv.settled import LedgerHistory
 from octavo.kv.stats import PrefixCacheStats
 from octavo.kv.swap import Holds, restore_cost
 from octavo.kv.table import BlockTable, TableView
-from octavo.kv.tiers import ColdStore, TierLedger
+from octavo.kv.tiers import ColdStore, TierLedger, check_tiers
 from octavo.kv.usage import RequestAccount
 from octavo.outputs import RequestKVUsage
 
@@ -65,24 +65,14 @@ class KVState:
             raise ConfigError(
                 f"bytes_per_block={bytes_per_block} is not a multiple of block_size={block_size}"
             )
-        if num_host_blocks < 0 or max_disk_blocks < 0:
-            raise ConfigError(
-                f"num_host_blocks={num_host_blocks} and max_disk_blocks={max_disk_blocks} must not "
-                "be negative: --swap-space, --kv-disk-bytes"
-            )
         self.policy: AllocationPolicy = PagedPolicy() if policy is None else policy
-        if num_host_blocks and not self.policy.shares_blocks:
-            raise ConfigError(
-                f"--kv-policy {self.policy.name} moves no blocks to host memory, and "
-                f"{num_host_blocks:,} host blocks were asked for: --swap-space 0, or --kv-policy "
-                "paged"
-            )
-        if disk is not None and not (num_host_blocks and enable_prefix_caching):
-            raise ConfigError(
-                "the disk tier keeps cached blocks, which pass through host memory: it needs "
-                f"--enable-prefix-caching and a --swap-space of at least one block, and there are "
-                f"{num_host_blocks}"
-            )
+        check_tiers(
+            self.policy,
+            num_host_blocks=num_host_blocks,
+            max_disk_blocks=max_disk_blocks,
+            has_disk=disk is not None,
+            caches_prefixes=enable_prefix_caching,
+        )
         self.block_size = block_size
         self.bytes_per_block = bytes_per_block
         self._pool = BlockPool(num_blocks, block_size)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from octavo.errors import IntegrityError
+from octavo.errors import ConfigError, IntegrityError
 from octavo.kv.node import NOWHERE, Node, block_key
+from octavo.kv.policy import AllocationPolicy
 from octavo.plan import PLANS_UNDER_WAY, BlockLabel
 from octavo.util import human_bytes
 
@@ -28,6 +29,33 @@ class ColdStore(Protocol):
     def entries(self) -> list[tuple[int, BlockLabel]]:
         """What an earlier process left, the least recently written first."""
         ...
+
+
+def check_tiers(
+    policy: AllocationPolicy,
+    *,
+    num_host_blocks: int,
+    max_disk_blocks: int,
+    has_disk: bool,
+    caches_prefixes: bool,
+) -> None:
+    """Raises `ConfigError` for tiers that cannot be used."""
+    if num_host_blocks < 0 or max_disk_blocks < 0:
+        raise ConfigError(
+            f"num_host_blocks={num_host_blocks} and max_disk_blocks={max_disk_blocks} must not "
+            "be negative: --swap-space, --kv-disk-bytes"
+        )
+    if num_host_blocks and not policy.shares_blocks:
+        raise ConfigError(
+            f"--kv-policy {policy.name} moves no blocks to host memory, and {num_host_blocks:,} "
+            "host blocks were asked for: --swap-space 0, or --kv-policy paged"
+        )
+    if has_disk and not (num_host_blocks and caches_prefixes):
+        raise ConfigError(
+            "the disk tier keeps cached blocks, which pass through host memory: it needs "
+            f"--enable-prefix-caching and a --swap-space of at least one block, and there are "
+            f"{num_host_blocks}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from octavo.errors import CapacityError, ConfigError
-from octavo.kv.sizing import KVShape
+from octavo.kv.shape import KVShape
 from octavo.lab.model_shape import ModelShape
 from octavo.util import human_bytes
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from octavo.arch import MLAConfig, MoEConfig
-from octavo.kv.sizing import KVShape
+from octavo.kv.shape import KVShape
 from octavo.kv_groups import groups_of_windows
 from octavo.util import cdiv, human_bytes
 

@@ -67,6 +67,19 @@ def find_answer(
         trials.part = part = busiest(requests, num, rate=rate, block_tokens=block_tokens)
         able, rejected = _able(part, machine, options)
         search = Search(able[0], part, options, trials, start=start)
+    best = _fewest(able, search, rejected, options)
+    if best is None:
+        raise _impossible(rejected, options)
+    doubts += _doubts(best, part, options)
+    return replace(best, rejected=tuple(rejected), doubts=(*doubts, *best.doubts)), trials
+
+
+def _fewest(
+    able: Sequence[Capacity], search: Search, rejected: list[str], options: PlanOptions
+) -> Answer | None:
+    """The answer with the fewest GPUs; why not the others goes to `rejected`. `search` is that of
+    the first of `able`."""
+    part, trials = search.part, search.trials
     best: Answer | None = None
     for found in able:
         least = found.least(part.rate) * found.placement.num_gpus
@@ -93,8 +106,12 @@ def find_answer(
                 where = gpus_of(best.placement.num_gpus)
                 rejected.append(f"{where} a replica: {best.num_gpus} GPUs")
             best = answer
-    if best is None:
-        raise _impossible(rejected, options)
+    return best
+
+
+def _doubts(best: Answer, part: Slice, options: PlanOptions) -> list[str]:
+    """What speaks against an answer beside what its trials say."""
+    doubts = []
     alone_s, slo = best.capacity.alone_ttft_s, options.slo
     if alone_s > _MOST_OF * slo.ttft_s:
         doubts.append(
@@ -108,7 +125,7 @@ def find_answer(
             f"{longer:,} of {len(part.requests):,} requests are longer than --max-model-len "
             f"{options.max_model_len:,} and are refused"
         )
-    return replace(best, rejected=tuple(rejected), doubts=(*doubts, *best.doubts)), trials
+    return doubts
 
 
 def _size(part: Slice, found: Capacity, options: PlanOptions) -> tuple[int, list[str]]:

@@ -69,7 +69,6 @@ def curves(
     y_label: str,
     log_x: bool = False,
     log_y: bool = False,
-    x_range: tuple[float, float] | None = None,
     y_range: tuple[float, float] | None = None,
     limits: Sequence[Limit] = (),
     x_ticks: Sequence[float] | None = None,
@@ -93,7 +92,7 @@ def curves(
             linestyle="none" if line.points_only else look.dash,
             **(hollow if line.points_only else {}),
         )
-    _scale(axes, log_x, log_y, x_range, y_range, x_ticks)
+    _scale(axes, log_x, log_y, y_range, x_ticks)
     finish(figure, axes, title, x_label, y_label, limits)
     return figure
 
@@ -105,8 +104,6 @@ def time_series(
     title: str,
     y_label: str,
     x_label: str = "time [s]",
-    y_range: tuple[float, float] | None = None,
-    limits: Sequence[Limit] = (),
 ) -> Figure:
     """Values that hold until the next one, over many points of time; a few markers a line."""
     figure = new_figure()
@@ -125,9 +122,9 @@ def time_series(
             linewidth=1.6,
             drawstyle="steps-post",
         )
-    axes.set_ylim(*(y_range or (0, None)))
+    axes.set_ylim(0, None)
     axes.margins(x=0.01)
-    finish(figure, axes, title, x_label, y_label, limits)
+    finish(figure, axes, title, x_label, y_label)
     return figure
 
 
@@ -138,7 +135,6 @@ def cdfs(
     title: str,
     x_label: str,
     log_x: bool = False,
-    limits: Sequence[Limit] = (),
 ) -> Figure:
     """The share of values at or below x, by name. Empty lists are left out; on a log axis values
     of 0 stand at its left end."""
@@ -169,7 +165,7 @@ def cdfs(
         axes.set_xscale("log", nonpositive="clip")
         plain_ticks(axes.xaxis)
     axes.set_ylim(0, 102)
-    finish(figure, axes, title, x_label, "share of requests at or below [%]", limits)
+    finish(figure, axes, title, x_label, "share of requests at or below [%]")
     return figure
 
 
@@ -180,16 +176,13 @@ def stacked_bars(
     title: str,
     y_label: str,
     marks: Mapping[str, Sequence[float]] | None = None,
-    mark_name: str = "paper",
     y_range: tuple[float, float] | None = None,
-    show_values: bool = True,
 ) -> Figure:
     """One bar a name, made of its kinds from the bottom up: {bar: {kind: value}}.
 
     All bars have their kinds in the order of the first. `marks`: heights at which a bar is crossed
-    by a black line with a diamond, where somebody else's borders are ({bar: (after the first kind,
-    after the second, ...)}); `mark_name` names them in the legend. `show_values` writes the value
-    into segments that have room for it.
+    by a black line with a diamond, where the paper's borders are ({bar: (after the first kind,
+    after the second, ...)}). Segments that have room for it bear their value.
     """
     figure = new_figure()
     axes = figure.subplots()
@@ -204,20 +197,20 @@ def stacked_bars(
             hatch=look.hatch, edgecolor=INK, linewidth=0.8,
         )  # fmt: skip
         for place, height in enumerate(heights):
-            if show_values and height >= 0.045 * top:
+            if height >= 0.045 * top:
                 _inside(axes, place, bottoms[place] + height / 2, f"{height:.1f}", look)
             bottoms[place] += height
     borders = [(names.index(name), y) for name, ys in (marks or {}).items() for y in ys]
     for number, (place, height) in enumerate(borders):
         axes.plot(
             (place - 0.38, place + 0.38), (height, height), color=BLACK, marker="D",
-            markersize=5.5, linewidth=1.8, label=None if number else mark_name,
+            markersize=5.5, linewidth=1.8, label=None if number else "paper",
         )  # fmt: skip
     axes.set_xticks(range(len(names)), names)
     axes.set_xlim(-0.6, len(names) - 0.4)
     axes.set_ylim(*(y_range or (0, top * 1.02)))
     axes.grid(False, axis="x")
-    finish(figure, axes, title, "", y_label, ())
+    finish(figure, axes, title, "", y_label)
     return figure
 
 
@@ -228,14 +221,9 @@ def grouped_bars(
     *,
     title: str,
     y_label: str,
-    x_label: str = "",
-    log_y: bool = False,
-    limits: Sequence[Limit] = (),
-    number: str = "{:.3g}",
 ) -> Figure:
     """Bars beside each other in groups, such as `paper` and `here`: a value of each of `series`
-    for each of `groups`, None where there is none. `number` formats the values over the bars; an
-    empty string leaves them out."""
+    for each of `groups`, None where there is none; over the bars."""
     figure = new_figure(width=max(8.0, 0.55 * len(groups) * len(series) + 2.0))
     axes = figure.subplots()
     width = 0.8 / max(1, len(series))
@@ -247,16 +235,11 @@ def grouped_bars(
             [p for p, _ in there], [v for _, v in there], width * 0.94, label=name,
             color=look.colour, hatch=look.hatch, edgecolor=INK, linewidth=0.8,
         )  # fmt: skip
-        if number:
-            texts = [number.format(v) for _, v in there]
-            axes.bar_label(drawn, texts, padding=2, fontsize=10)
-    if log_y:
-        axes.set_yscale("log")
-        plain_ticks(axes.yaxis)
+        axes.bar_label(drawn, [f"{v:.3g}" for _, v in there], padding=2, fontsize=10)
     axes.margins(y=0.12)
     axes.set_xticks(range(len(groups)), groups)
     axes.grid(False, axis="x")
-    finish(figure, axes, title, x_label, y_label, limits)
+    finish(figure, axes, title, "", y_label)
     return figure
 
 
@@ -264,7 +247,6 @@ def _scale(
     axes: Axes,
     log_x: bool,
     log_y: bool,
-    x_range: tuple[float, float] | None,
     y_range: tuple[float, float] | None,
     x_ticks: Sequence[float] | None,
 ) -> None:
@@ -277,8 +259,6 @@ def _scale(
 
         axes.set_xticks(x_ticks, [f"{tick:g}" for tick in x_ticks])
         axes.xaxis.set_minor_locator(NullLocator())
-    if x_range is not None:
-        axes.set_xlim(*x_range)
     if y_range is not None or not log_y:
         axes.set_ylim(*(y_range or (0, None)))
 

@@ -23,6 +23,8 @@ NAMES = {
     "cached": "cached",
     "free": "free",
 }
+_COLUMNS = 16
+"""Blocks a row."""
 _ROW_INCHES = 0.36
 _TALL = 0.9
 """Of a row of height 1: the rest is the gap to the next one."""
@@ -36,21 +38,20 @@ def block_maps(
     *,
     title: str,
     captions: Sequence[str] = (),
-    columns: int = 16,
 ) -> Figure:
-    """One panel a map: blocks by id from the top left, `columns` a row; inside each its slots from
+    """One panel a map: blocks by id from the top left, 16 a row; inside each its slots from
     left to right, coloured and hatched by kind, and the numbers of the sequences that own it (or
     how many, as `x4`).
 
     `captions` stand above the panels; by default the policy, its sequences and its shares. Numbers
     in italics are of sequences that have ended, whose batch has not.
     """
-    rows = [cdiv(len(one.blocks), columns) for one in maps]
+    rows = [cdiv(len(one.blocks), _COLUMNS) for one in maps]
     height = sum(_ROW_INCHES * num + 0.55 for num in rows) + 1.35
     figure = new_figure(9.0, height)
     axes_of = figure.subplots(len(maps), 1, squeeze=False, height_ratios=rows)[:, 0]
     for index, (axes, one) in enumerate(zip(axes_of, maps, strict=True)):
-        _draw(axes, one, columns)
+        _draw(axes, one)
         caption = captions[index] if index < len(captions) else caption_of(one)
         axes.set_title(caption, fontsize=11.5, fontweight="normal", pad=5)
     figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold")
@@ -69,12 +70,12 @@ def caption_of(one: BlockMap) -> str:
     return f"{one.policy}: {runs}{more}, {one.num_waiting} wait; {listed}"
 
 
-def _draw(axes: Axes, one: BlockMap, columns: int) -> None:
-    for first in range(0, len(one.blocks), columns):
-        row = one.blocks[first : first + columns]
-        _draw_row(axes, row, first // columns, one.block_size)
-    axes.set_xlim(-0.05, columns + 0.05)
-    axes.set_ylim(cdiv(len(one.blocks), columns), -0.1)
+def _draw(axes: Axes, one: BlockMap) -> None:
+    for first in range(0, len(one.blocks), _COLUMNS):
+        row = one.blocks[first : first + _COLUMNS]
+        _draw_row(axes, row, first // _COLUMNS, one.block_size)
+    axes.set_xlim(-0.05, _COLUMNS + 0.05)
+    axes.set_ylim(cdiv(len(one.blocks), _COLUMNS), -0.1)
     axes.axis("off")
 
 

@@ -217,7 +217,12 @@ def _smaller(svg: bytes) -> bytes:
 
 
 def finish(
-    figure: Figure, axes: Axes, title: str, x_label: str, y_label: str, limits: Sequence[Limit]
+    figure: Figure,
+    axes: Axes,
+    title: str,
+    x_label: str,
+    y_label: str,
+    limits: Sequence[Limit] = (),
 ) -> None:
     """Title, labels, limits, and the legend below."""
     for limit in limits:

@@ -93,18 +93,16 @@ def _checked(logits: Tensor, layout: RowLayout) -> Tensor:
     return logits
 
 
-def sampling_bytes(num_rows: int, vocab_size: int, num_logprob_rows: int | None = None) -> int:
+def sampling_bytes(num_rows: int, vocab_size: int) -> int:
     """Upper bound of what sampling a step holds besides the logits themselves.
 
-    num_logprob_rows: how many rows may want logprobs and change their logits (each is copied once);
-    all of them by default. Masks, counts and results are small and covered by the piece's bound.
+    All rows may want logprobs and change their logits (each is copied once). Masks, counts and
+    results are small and covered by the piece's bound.
     Beams, first tokens of further samples (a piece's rows again, and their copy for logprobs) and
     ordinary rows come one after the other. There may be more further samples than rows.
     """
-    if num_logprob_rows is None:
-        num_logprob_rows = num_rows
     piece = rows_per_chunk(vocab_size)
     per_sort = rows_per_sort(vocab_size) * _BYTES_PER_SORTED_ELEMENT
     at_work = vocab_size * max(piece * _BYTES_PER_ELEMENT, per_sort)
-    copies = vocab_size * 4 * max(num_logprob_rows, 2 * piece)
+    copies = vocab_size * 4 * max(num_rows, 2 * piece)
     return at_work + max(copies, merge_bytes(num_rows, vocab_size, MAX_BEAM_WIDTH))

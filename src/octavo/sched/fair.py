@@ -8,99 +8,12 @@ is served next; and who comes back after a pause is lifted to them, so that nobo
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from itertools import chain
 
+from octavo.sched.clients import ClientAccount, Clients
 from octavo.sched.queues import WaitingQueue
-from octavo.sched.sequence import Sequence, SequenceGroup
-
-INPUT_WEIGHT = 1.0
-"""Of a prompt token that is computed; one found in the prefix cache is free."""
-OUTPUT_WEIGHT = 2.0
-"""Of a token generated."""
-_MAX_IDLE = 1024
-"""Clients without a request whose counters are kept."""
-_FORGET_EVERY = 256
-"""Requests that end between two looks for idle clients."""
-
-Held = Callable[[SequenceGroup], str | None]
-"""Why a request may not begin now for its client's share of the pool; None: it may."""
-
-
-def service_of(group: SequenceGroup) -> float:
-    """What a request has got. Tokens computed again after a preemption are not charged again."""
-    output = OUTPUT_WEIGHT * group.stats.metrics.num_generation_tokens
-    return INPUT_WEIGHT * group.num_charged_tokens + output
-
-
-@dataclass(slots=True, eq=False)
-class ClientAccount:
-    """A client and what it has got."""
-
-    client_id: str
-    ended: float = 0.0
-    """Service of requests that have ended."""
-    lifted: float = 0.0
-    """What its counter was raised by when it came back: service that it did not get."""
-    live: dict[SequenceGroup, None] = field(default_factory=dict)
-    """Its requests that have begun and not ended: those that wait have got nothing."""
-    num_requests: int = 0
-    """Its requests that have not ended."""
-
-    @property
-    def service(self) -> float:
-        """What it has got."""
-        return self.ended + sum(service_of(group) for group in self.live)
-
-    @property
-    def counter(self) -> float:
-        """The virtual token counter."""
-        return self.lifted + self.service
-
-
-class Clients:
-    """The accounts of all clients; of idle ones the latest, and those who got most."""
-
-    def __init__(self) -> None:
-        self._accounts: dict[str, ClientAccount] = {}
-        self._num_closed = 0
-
-    def add(self, group: SequenceGroup) -> None:
-        """A request has come."""
-        self.of(group).num_requests += 1
-
-    def begin(self, group: SequenceGroup) -> None:
-        """A request runs for the first time."""
-        self.of(group).live[group] = None
-
-    def close(self, group: SequenceGroup) -> None:
-        """A request has ended."""
-        account = self.of(group)
-        account.num_requests -= 1
-        if group in account.live:
-            del account.live[group]
-            account.ended += service_of(group)
-        self._num_closed += 1
-        if self._num_closed % _FORGET_EVERY == 0 and len(self._accounts) > 2 * _MAX_IDLE:
-            self._forget()
-
-    def of(self, group: SequenceGroup) -> ClientAccount:
-        """The account that a request is on."""
-        client_id = group.request.client_id
-        account = self._accounts.get(client_id)
-        if account is None:
-            account = self._accounts[client_id] = ClientAccount(client_id)
-        return account
-
-    def __iter__(self) -> Iterator[ClientAccount]:
-        return iter(self._accounts.values())
-
-    def _forget(self) -> None:
-        """Who got least would be lifted when it comes back: its counter need not be kept."""
-        idle = sorted((a for a in self if not a.num_requests), key=lambda a: a.counter)
-        for account in idle[: max(0, len(idle) - _MAX_IDLE)]:
-            del self._accounts[account.client_id]
+from octavo.sched.sequence import Sequence
 
 
 class ClientQueue:
@@ -113,8 +26,8 @@ class ClientQueue:
     is passed.
     """
 
-    def __init__(self, clients: Clients, held: Held, *, is_fair: bool) -> None:
-        self._clients, self._held, self._is_fair = clients, held, is_fair
+    def __init__(self, clients: Clients, *, is_fair: bool) -> None:
+        self._clients, self._is_fair = clients, is_fair
         self._begun = WaitingQueue()
         self._lines: dict[str, WaitingQueue] = {}
         self._order: list[tuple[float, tuple[int, int, int], str]] = []
@@ -195,7 +108,7 @@ class ClientQueue:
     def _fresh_head(self) -> Sequence | None:
         self.passed, aside = {}, []
         while (seq := self._refresh()) is not None:
-            why = self._held(seq.group)
+            why = self._clients.why_over_share(seq.group)
             if why is None:
                 break
             self.passed[seq.group.request.request_id] = why

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import accumulate, islice
-
 from octavo.kv.manager import KVCacheManager
-from octavo.kv.policy import NO_GROWTH, Growth
-from octavo.plan import NewSeq, SeqFork, SeqPlan, StepPlan
+from octavo.kv.policy import NO_GROWTH
+from octavo.plan import SeqPlan, StepPlan
 from octavo.sched.admission import Admission
-from octavo.sched.budget import StepBudget
+from octavo.sched.budget import SetAside, StepBudget
 from octavo.sched.events import beams_behind, no_seat, no_token_yet, no_tokens
 from octavo.sched.groups import BeamSearch
+from octavo.sched.plan_writer import PlanWriter
 from octavo.sched.pressure import Pressure
 from octavo.sched.roster import Roster
 from octavo.sched.sequence import Sequence
@@ -38,10 +36,8 @@ class Planner:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._plan_ahead = plan_ahead
-        self._counts: list[int] = []
-        """By number of the last ones in running: how many of them want a token."""
-        self._counted_at = -1
-        """When that was counted; see `_num_removed`."""
+        self._writer = PlanWriter(kv, roster)
+        self._set_aside = SetAside(roster, plan_ahead=plan_ahead)
 
     def fill(self, plan: StepPlan) -> int:
         """Decide who runs; returns how many tokens are computed.
@@ -70,7 +66,7 @@ class Planner:
         running, plan_ahead = self._roster.running, self._plan_ahead
         grow, by_force, commit = self._kv.grow, self._pressure.grow, self._kv.commit
         add, new = plan.seqs.append, tuple.__new__
-        self._forget_counts()
+        self._set_aside.begin_round()
         num_plain = 0  # decodes that are in the plan, and whose tokens and seats are not spent yet
         index = 0
         while index < len(running):
@@ -96,7 +92,9 @@ class Planner:
             if num_left > 1:
                 budget.take(num_plain, num_plain)
                 num_plain = 0
-                num_tokens = min(num_left, budget.num_tokens_left - self._num_to_serve(index))
+                num_tokens = min(
+                    num_left, budget.num_tokens_left - self._set_aside.from_place(index)
+                )
             end = start + num_tokens
             growth = grow(seq.seq_id, end, start)
             if growth is None:
@@ -108,7 +106,7 @@ class Planner:
                 index -= 1
                 continue
             if num_left > 1 or growth is not NO_GROWTH or group.is_family:
-                self._put_in_plan(plan, seq, end, growth)
+                self._writer.put(plan, seq, end, growth)
                 budget.take(num_tokens)
                 continue
             # The same, written out for most of those who run in most steps. The runner knows it:
@@ -122,29 +120,6 @@ class Planner:
                 commit(seq.seq_id, end)
             num_plain += 1
         budget.take(num_plain, num_plain)
-
-    def _num_to_serve(self, index: int) -> int:
-        """How many of the running ones from there on will want a token in this step.
-
-        Counted once for all places, and again after somebody has given way. To be asked of places
-        that were not served yet."""
-        running, num_removed = self._roster.running, self._num_removed
-        if self._counted_at != num_removed:
-            self._counted_at = num_removed
-            ahead = self._plan_ahead
-            wanting = (
-                not seq.num_pending or (ahead and seq.may_go_ahead) for seq in reversed(running)
-            )
-            self._counts = list(accumulate(wanting, initial=0))
-        return self._counts[len(running) - index]
-
-    def _forget_counts(self) -> None:
-        self._counted_at = -1
-
-    @property
-    def _num_removed(self) -> int:
-        """Changes whenever somebody runs no more."""
-        return self._roster.num_preemptions + self._roster.num_ended
 
     def _serve_beams(
         self, plan: StepPlan, budget: StepBudget, search: BeamSearch, index: int
@@ -165,7 +140,7 @@ class Planner:
             if search.last_step_id == plan.step_id:
                 budget.take(0)  # one at a time: where it has no room all of them may give way
                 continue
-            num_tokens = min(num_tokens, budget.num_tokens_left - self._num_to_serve(after))
+            num_tokens = min(num_tokens, budget.num_tokens_left - self._set_aside.from_place(after))
             start = beam.num_computed_tokens
             end = start + num_tokens
             growth = self._kv.grow(beam.seq_id, end, start)
@@ -174,7 +149,7 @@ class Planner:
             if growth is None:
                 return index
             search.tell(plan)
-            self._put_in_plan(plan, beam, end, growth)
+            self._writer.put(plan, beam, end, growth)
             budget.take(num_tokens)
         return after
 
@@ -192,7 +167,7 @@ class Planner:
             start, end = beam.num_computed_tokens, len(beam.token_ids)
             growth = self._kv.grow(beam.seq_id, end, start)
             assert growth is not None, f"no room for beam {beam.seq_id}, which was promised some"
-            self._put_in_plan(plan, beam, end, growth)
+            self._writer.put(plan, beam, end, growth)
             if by_force:
                 budget.take(1)
             else:  # their seats are taken
@@ -296,7 +271,7 @@ class Planner:
             assert growth is not None, f"sequence {seq.seq_id} was admitted without room"
             if search is not None:
                 search.tell(plan)
-            self._put_in_plan(plan, seq, start + num_tokens, growth)
+            self._writer.put(plan, seq, start + num_tokens, growth)
         elif (
             search is not None
             and search.is_ready
@@ -304,16 +279,6 @@ class Planner:
             and len(search.beams) <= budget.num_tokens_left
         ):
             self._draw(plan, budget, search, by_force=False)
-
-    def _introduce(self, plan: StepPlan, seq: Sequence) -> None:
-        request = seq.group.request
-        sampler = request.sampler
-        if seq.group.has_forked and sampler.num_prompt_logprobs is not None:
-            sampler = replace(sampler, num_prompt_logprobs=None)  # another one brought them
-        plan.new_seqs.append(
-            NewSeq(seq.seq_id, request.prompt_token_ids, sampler, seq.sample_index)
-        )
-        seq.known_to_runner = True
 
     def _unblock(self, plan: StepPlan, budget: StepBudget) -> StepBudget:
         """Nobody was served. Unless tokens are being sampled, those who run are beams whose others
@@ -333,66 +298,6 @@ class Planner:
             if plan.seqs or not roster.running:
                 return budget
         raise AssertionError("nobody can run, and nobody can give way")
-
-    # -- what is written down
-
-    def _put_in_plan(self, plan: StepPlan, seq: Sequence, end: int, growth: Growth) -> None:
-        """Write down a sequence's share, up to position `end`; from here on it is computed."""
-        new_block_ids, replaced, of_groups, group_replaced = growth
-        seq_id = seq.seq_id
-        start = seq.num_computed_tokens
-        sample = end >= len(seq.token_ids)
-        if not seq.known_to_runner:
-            self._introduce(plan, seq)
-        num_tokens = end - start
-        share = (
-            seq_id, start, num_tokens, new_block_ids, replaced, sample, of_groups, group_replaced
-        )  # fmt: skip
-        plan.seqs.append(tuple.__new__(SeqPlan, share))  # SeqPlan(*share), at half the time
-        group = seq.group
-        if sample:
-            seq.num_pending += 1
-            if group.is_family:
-                self._draw_together(plan, seq)
-        if new_block_ids:
-            seq.has_table_there = True
-        seq.num_computed_tokens = end
-        group.stats.num_computed_tokens += num_tokens
-        if end <= len(seq.token_ids):  # else `Scheduler.update` does, when it knows the token
-            self._kv.commit(seq_id, end)
-
-    def _draw_together(self, plan: StepPlan, seq: Sequence) -> None:
-        """What a plan says besides, when one of several sequences draws."""
-        search = seq.search
-        if seq.group.carrier is seq:
-            self._fork_samples(plan, seq)
-        elif search is not None and seq is search.beams[-1]:
-            plan.beams.append(search.draw())
-
-    def _fork_samples(self, plan: StepPlan, carrier: Sequence) -> None:
-        """As many samples as have seats begin as copies of their carrier, whose prompt is
-        computed; each draws its first token from the same logits."""
-        group = carrier.group
-        children = list(islice(group.unborn.values(), carrier.num_reserved))
-        for child in children:
-            del group.unborn[child.seq_id]
-            group.expected[child.seq_id] = child
-            child.parent = carrier
-            child.num_pending = 1
-            child.known_to_runner = True
-            plan.forks.append(
-                SeqFork(
-                    carrier.seq_id, child.seq_id, len(carrier.token_ids), group.request.sampler,
-                    child.sample_index,
-                )
-            )  # fmt: skip
-        if children:
-            plan.extra_draws[carrier.seq_id] = tuple(child.seq_id for child in children)
-        carrier.num_reserved = 0
-        group.has_forked = True
-        group.carrier = None
-        if group.unborn:
-            self._roster.promote(group)
 
 
 def _are_beams_of(search: BeamSearch | None, running: list[Sequence]) -> bool:

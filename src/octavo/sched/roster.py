@@ -12,9 +12,10 @@ from octavo.kv.policy import Preempted
 from octavo.outputs import RequestMetrics
 from octavo.request import FinishReason, Request
 from octavo.sched.beams import BeamState
+from octavo.sched.clients import Clients
 from octavo.sched.demand import demand_of
-from octavo.sched.events import EventLog, over_share
-from octavo.sched.fair import ClientQueue, Clients
+from octavo.sched.events import EventLog
+from octavo.sched.fair import ClientQueue
 from octavo.sched.groups import BeamSearch
 from octavo.sched.queues import WaitingQueue, place_in_line
 from octavo.sched.sequence import (
@@ -35,7 +36,7 @@ class Roster:
         self._policy: SchedulingPolicy = policy
         self.groups: dict[str, SequenceGroup] = {}
         self.sequences: dict[int, Sequence] = {}
-        self.clients = Clients()
+        self.clients = Clients(kv)
         self.waiting: WaitingQueue | ClientQueue = WaitingQueue()
         if policy == "fair":
             self.waiting = self._by_client()
@@ -70,36 +71,7 @@ class Roster:
         return self._policy != "fcfs" or isinstance(self.waiting, ClientQueue)
 
     def _by_client(self) -> ClientQueue:
-        return ClientQueue(self.clients, self.why_over_share, is_fair=self._policy == "fair")
-
-    def why_over_share(self, group: SequenceGroup) -> str | None:
-        """Why a request may not begin now: its client holds its share of the pool; None: it may.
-        Who holds nothing may, whatever it needs."""
-        share = group.request.max_kv_share
-        if share is None:
-            return None
-        account = self.clients.of(group)
-        num_held = sum(self._kv.num_blocks_of(g.request.request_id) for g in account.live)
-        num_needed = self._kv.num_needed(len(group.request.prompt_token_ids))
-        num_blocks = self._kv.num_blocks
-        if not num_held or num_held + num_needed <= share * num_blocks:
-            return None
-        return over_share(account.client_id, num_held, num_needed, share, num_blocks)
-
-    def client_service(self) -> dict[str, float]:
-        """By client what it has got, in weighted tokens (`sched.fair`)."""
-        return {account.client_id: account.service for account in self.clients}
-
-    def client_blocks(self) -> dict[str, int]:
-        """By client with live requests the blocks that these hold; one that several of them share
-        counts for each."""
-        return {
-            account.client_id: sum(
-                self._kv.num_blocks_of(group.request.request_id) for group in account.live
-            )
-            for account in self.clients
-            if account.live
-        }
+        return ClientQueue(self.clients, is_fair=self._policy == "fair")
 
     @property
     def num_reserved_seats(self) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from runner_support import ARCH
 
-from octavo.arch import ModelArch, RopeConfig
+from octavo.arch import RopeConfig
 from octavo.attention.base import AttentionBackend
 from octavo.attention.gather import GatherAttention
 from octavo.kv_groups import KVGroups, one_group
@@ -19,20 +22,9 @@ from octavo.runner.gpu.runner import GpuRunner
 from octavo.runner.kv_store import KVStore
 from octavo.runner.runner import Runner
 
+sys.path.insert(0, str(Path(__file__).parent))  # the tests import `gpu_traffic` from here
+
 CPU = torch.device("cpu")
-ARCH = ModelArch(
-    architecture="LlamaForCausalLM",
-    vocab_size=128,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_position_embeddings=64,
-    rope=RopeConfig(rotary_dim=16),
-    tie_word_embeddings=True,
-)
 
 
 class Capturable(GatherAttention):

@@ -69,7 +69,7 @@ def parts(
     heads = (arch.num_layers, arch.num_kv_heads, BLOCK, arch.head_dim)
     store = KVStore(NUM_BLOCKS, *heads, torch.float32, device)
     store.data[:NUM_BLOCKS].fill_(float("nan"))  # what no step wrote is never read
-    return model, store, Workspace(arch, 32, 16, torch.float32, device, num_decode_items=64)
+    return model, store, Workspace(arch, 32, 16, torch.float32, device, num_decode_items=1024)
 
 
 def gpu_norm(

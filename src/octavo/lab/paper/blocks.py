@@ -39,11 +39,10 @@ def latency_at_block_size(
     return measure(source, rate, config, costs, length).latency_s
 
 
-def preemption_ms(
-    mode: PreemptionMode, block_size: int, num_tokens: int = PREEMPTED_TOKENS
-) -> float:
-    """What it takes to bring a sequence back: to compute it again as a step of its own, or to copy
-    its blocks out and in."""
+def preemption_ms(mode: PreemptionMode, block_size: int) -> float:
+    """What it takes to bring a sequence of `PREEMPTED_TOKENS` back: to compute it again as a step
+    of its own, or to copy its blocks out and in."""
+    num_tokens = PREEMPTED_TOKENS
     costs = paper_costs("paged", block_size=block_size)
     if mode == "swap":
         return 1000 * costs.copy_s(2 * math.ceil(num_tokens / block_size))

@@ -32,6 +32,8 @@ from octavo.lab.paper.workloads import Source
 RATE = "req/s at 0.5 s/token"
 _RATE_AXIS = "request rate [req/s]"
 _LATENCY_AXIS = "normalised latency [s/token]"
+_SHOWN_S = 2 * THRESHOLD_S
+"""Latencies that are drawn."""
 LONG = Length()
 SHORT = Length(max_s=600.0, min_s=120.0, num_requests=1000)
 """Of requests with many sequences, and of very many requests."""
@@ -108,10 +110,10 @@ def search_task(
     return Task(key, run, weight * max(2.0, guess))
 
 
-def curve_line(name: str, found: Crossing, shown_s: float = 1.0) -> Line:
+def curve_line(name: str, found: Crossing) -> Line:
     """What is worth drawing: a first point beyond the range shows where the curve goes."""
-    inside = [(p.rate, p.latency_s) for p in found.points if p.latency_s <= shown_s]
-    outside = [(p.rate, p.latency_s) for p in found.points if p.latency_s > shown_s]
+    inside = [(p.rate, p.latency_s) for p in found.points if p.latency_s <= _SHOWN_S]
+    outside = [(p.rate, p.latency_s) for p in found.points if p.latency_s > _SHOWN_S]
     return Line(name, [*inside, *outside[:1]])
 
 
@@ -128,7 +130,7 @@ def rate_plot(
         name = TITLES[policy]
         seen = (points or {}).get(policy, ((paper[policy], THRESHOLD_S),))
         lines += [curve_line(name, crossing), Line(name, seen, is_paper=True)]
-    return LinePlot(title, lines, _RATE_AXIS, _LATENCY_AXIS, y_range=(0.0, 2 * THRESHOLD_S))
+    return LinePlot(title, lines, _RATE_AXIS, _LATENCY_AXIS, y_range=(0.0, _SHOWN_S))
 
 
 def ratio(over: float | None, under: float | None) -> float | None:
@@ -141,11 +143,10 @@ def rate_rows(
     series: str,
     paper: Mapping[KVPolicy, float],
     here: Mapping[KVPolicy, float | None],
-    tolerance: float = reference.RATE_SHARE,
 ) -> Iterable[Row]:
-    """The rates of several systems. `tolerance`: share of the paper's."""
+    """The rates of several systems."""
     for policy, rate in paper.items():
-        yield reference.share(rate, tolerance).row(
+        yield reference.share(rate, reference.RATE_SHARE).row(
             figure, f"{series}, {TITLES[policy]}", RATE, here[policy]
         )
 
