@@ -52,7 +52,9 @@ of longrope); partial rotation; a rope of their own for layers with a window (Ge
   keeps them as [out, in] matrices: all but GPT-2.
 - **`--load-format dummy`**: random weights, from `config.json` alone: every family.
 
-Nothing pickled is ever opened.
+Nothing pickled is ever opened. Models that are only pickled on the hub (OPT's are) often have
+safetensors in a pull request of the hub's own bot, which `--revision refs/pr/NUMBER` names; the
+error says how else to convert them.
 
 ## How each is tested
 

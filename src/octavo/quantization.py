@@ -1,11 +1,12 @@
 """How a checkpoint's linear layers are quantized, from `quantization_config`; no torch.
 
-Read here: `fp8` (native), `compressed-tensors` (fp8 weights, and packed 4 or 8 bit integers with
-activations left as they are), `awq` and `gptq`. What cannot be honoured is refused.
+Read here: `fp8` (native, and ModelOpt's), `compressed-tensors` (fp8 weights, and packed 4 or 8 bit
+integers with activations left as they are), `awq` and `gptq`. What cannot be honoured is refused.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
 """Types of tensors, as files name them, whose numbers are what they are: nothing is quantized."""
+
+_PER_LINEAR = ("bits", "group_size", "sym", "desc_act")
+"""Of GPTQ's fields those that tell how codes are to be read."""
 
 BLOCK = 128
 """Rows and columns that share a scale in fp8 checkpoints with blocks."""
@@ -49,6 +53,8 @@ class Quantization:
     """fp8: inputs are scaled by a stored number instead of each token's largest."""
     ignored: tuple[str, ...] = ()
     """Linears that are left as they were: names, ends of names, or `re:` and a pattern."""
+    kv_scales: bool = False
+    """Whether it has scales for an 8 bit KV cache, which octavo does not need."""
 
     @property
     def text(self) -> str:
@@ -57,9 +63,11 @@ class Quantization:
             scales = "blocks of 128 x 128" if self.blocks else "tensors"
             scales = "channels" if self.per_channel else scales
             inputs = "static" if self.static_input else "dynamic"
-            return f"{self.method}, 8 bits (e4m3), scales of {scales}, {inputs} inputs"
+            text = f"{self.method}, 8 bits (e4m3), scales of {scales}, {inputs} inputs"
+            return text + ", KV scales that are not used" * self.kv_scales
         groups = "whole rows" if self.group_size < 0 else f"groups of {self.group_size}"
-        return f"{self.method}, {self.bits} bits, {groups}"
+        order = " by activation" * self.act_order
+        return f"{self.method}, {self.bits} bits, {groups}{order}"
 
     def ignores(self, name: str) -> bool:
         """Whether the linear of that name (without `.weight`) is not quantized."""
@@ -84,7 +92,13 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
         raise UnsupportedModelError(
             f"{where}: quantization_config must be an object: {table!r:.80}"
         )
-    return _Reader(table, where).read()
+    try:
+        return _Reader(table, where).read()
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        raise UnsupportedModelError(
+            f"{where} is damaged: a field of quantization_config is not of the type it should be "
+            f"({error}); download it again"
+        ) from error
 
 
 class _Reader:
@@ -98,12 +112,13 @@ class _Reader:
             "awq": self._awq,
             "gptq": self._gptq,
             "compressed-tensors": self._compressed,
+            "modelopt": self._modelopt,
         }
         if self.method not in readers:
             raise UnsupportedModelError(
                 f"{self.where}: weights quantized with {self.method!r} are not supported; known: "
-                f"{', '.join(METHODS)}; use one of those, the unquantized checkpoint, or a GGUF "
-                "file of it"
+                f"{', '.join(METHODS)}, modelopt; use one of those, the unquantized checkpoint, or "
+                "a GGUF file of it"
             )
         return readers[self.method]()
 
@@ -121,6 +136,17 @@ class _Reader:
             blocks=block is not None,
             static_input=scheme == "static",
             ignored=self._names("ignored_layers", "modules_to_not_convert"),
+            kv_scales=bool(self.table.get("kv_cache_scheme")),
+        )
+
+    def _modelopt(self) -> Quantization:
+        """NVIDIA's tool, whose fp8 differs from the native one in its configuration alone."""
+        self._expect("quant_algo", self.table.get("quant_algo"), ("FP8",))
+        kv = self.table.get("kv_cache_scheme") or self.table.get("kv_cache_quant_algo")
+        names = self._names("ignore", "exclude_modules")
+        left_out = (f"re:{fnmatch.translate(n)}" if "*" in n else n for n in names)
+        return Quantization(
+            "fp8", "fp8", static_input=True, ignored=tuple(left_out), kv_scales=bool(kv)
         )
 
     def _awq(self) -> Quantization:
@@ -145,8 +171,6 @@ class _Reader:
         self._expect("bits", bits, (2, 4, 8))
         form = str(table.get("checkpoint_format", "gptq"))
         self._expect("checkpoint_format", form, ("gptq", "gptq_v2"))
-        # rules of its own for some layers, which may differ in bits
-        self._expect("dynamic", table.get("dynamic") or None, (None,))
         return Quantization(
             "gptq",
             "int",
@@ -155,13 +179,30 @@ class _Reader:
             symmetric=bool(table.get("sym", True)),
             zero_offset=1 if form == "gptq" else 0,
             act_order=bool(table.get("desc_act", False)),
-            ignored=self._names("modules_in_block_to_not_quantize", "modules_to_not_convert"),
+            ignored=self._names("modules_in_block_to_not_quantize", "modules_to_not_convert")
+            + self._left_out_by_rules(),
         )
+
+    def _left_out_by_rules(self) -> tuple[str, ...]:
+        """Patterns of GPTQModel's `dynamic`, whose `-:` leave linears as they were. Others give
+        some linears bits or groups of their own, which is refused."""
+        rules = self.table.get("dynamic") or {}
+        if not isinstance(rules, Mapping):
+            raise self._refusal("dynamic", rules, ("an object",))
+        for pattern, changes in rules.items():
+            same = not changes or all(
+                self.table.get(field) == value
+                for field, value in changes.items()
+                if field in _PER_LINEAR
+            )
+            if not pattern.startswith("-:") and not same:
+                raise self._refusal("dynamic", {pattern: changes}, ("-: and a pattern",))
+        left_out = tuple(f"re:{p[2:]}" for p in rules if p.startswith("-:"))
+        return self._compiled("dynamic", left_out)
 
     def _compressed(self) -> Quantization:
         table = self.table
-        for name in ("kv_cache_scheme", "transform_config"):
-            self._expect(name, table.get(name) or None, (None,))
+        self._expect("transform_config", table.get("transform_config") or None, (None,))
         sparsity = (table.get("sparsity_config") or {}).get("format", "dense")
         self._expect("sparsity_config.format", sparsity, ("dense",))
         groups = list((table.get("config_groups") or {}).values())
@@ -192,6 +233,7 @@ class _Reader:
             symmetric=bool(weights.get("symmetric", True)),
             act_order=bool(weights.get("actorder")) and weights["actorder"] != "weight",
             ignored=ignored,
+            kv_scales=bool(table.get("kv_cache_scheme")),
         )
 
     def _compressed_fp8(
@@ -224,6 +266,7 @@ class _Reader:
             per_channel=strategy == "channel",
             static_input=not dynamic,
             ignored=ignored,
+            kv_scales=bool(self.table.get("kv_cache_scheme")),
         )
 
     # -- fields
@@ -238,7 +281,18 @@ class _Reader:
             found = [name for part in found for name in part]
         if isinstance(found, str) or not all(isinstance(name, str) for name in found):
             raise self._refusal(fields[0], found, ("a list of names",))
-        return tuple(found)
+        return self._compiled(fields[0], tuple(found))
+
+    def _compiled(self, field: str, names: tuple[str, ...]) -> tuple[str, ...]:
+        """`names`, the patterns of which can be compiled."""
+        for name in names:
+            if not name.startswith("re:"):
+                continue
+            try:
+                re.compile(name[3:])
+            except re.error as error:
+                raise self._refusal(field, f"{name} ({error})", ("regular expressions",)) from error
+        return names
 
     def _expect(self, field: str, value: Any, known: tuple[Any, ...]) -> None:
         if not any(type(value) is type(k) and value == k for k in known):

@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from octavo.cli.main import main
+from octavo.errors import UnsupportedModelError
 
 COMMON = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
@@ -219,6 +220,53 @@ def test_verify_of_a_model_with_alibi(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "logits agree" in capsys.readouterr().out
 
 
+def test_verify_of_quantized_weights(
+    tiny_weights_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers reads fp8 with a scale a tensor under other names, and others not at all."""
+    tensors = load_file(tiny_weights_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        scale = tensors[name].abs().max() / 448
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        tensors[name.removesuffix("weight") + "weight_scale"] = scale.reshape(1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    table = json.loads((tiny_weights_path / "config.json").read_text())
+    table["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    _write_byte_tokenizer(tmp_path)
+    assert main(["models", "verify", str(tmp_path), "--prompt", "abcdefghijklm"]) == 0
+    out = capsys.readouterr().out
+    assert "both on weights that octavo expanded: fp8, 8 bits (e4m3), scales of tensors" in out
+    assert "logits agree" in out
+
+
+def test_verify_runs_no_code_and_opens_no_pickle_beside_the_weights(
+    tiny_weights_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from octavo.engine.verify_reference import load_reference
+    from octavo.weights.locate import locate
+
+    plain, own, beside = (tmp_path / name for name in ("plain", "own", "beside"))
+    table = json.loads((tiny_weights_path / "config.json").read_text())
+    tensors = load_file(tiny_weights_path / "model.safetensors")
+    for folder, more in ((plain, {}), (own, {"model_type": "own"}), (beside, {})):
+        folder.mkdir()
+        more |= {"auto_map": {"AutoConfig": "own.Own"}} if folder == own else {}
+        (folder / "config.json").write_text(json.dumps(table | more))
+        (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    for folder in (plain, own):
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    # of a name that transformers does not look for
+    save_file(tensors, beside / "weights.safetensors", metadata={"format": "pt"})
+    torch.save(tensors, beside / "pytorch_model.bin")
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    assert load_reference(locate(str(plain))).model is not None
+    for folder in (own, beside):
+        with pytest.raises(UnsupportedModelError, match=f"transformers cannot load {folder}: "):
+            load_reference(locate(str(folder)))
+    assert not (tmp_path / "ran").exists()
+
+
 def test_verify_shows_the_layer_from_which_on_they_differ(
     gemma: Path,
     tmp_path: Path,
@@ -226,7 +274,7 @@ def test_verify_shows_the_layer_from_which_on_they_differ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """transformers gets the model, octavo a copy whose third layer has another weight."""
-    from octavo.engine import verify
+    from octavo.engine import verify, verify_reference
 
     changed = tmp_path / "changed"
     changed.mkdir()
@@ -238,7 +286,8 @@ def test_verify_shows_the_layer_from_which_on_they_differ(
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         gemma, attn_implementation="eager", dtype=torch.float32
     ).eval()
-    monkeypatch.setattr(verify, "_reference", lambda files, alibi: reference)
+    found = verify_reference.Reference(reference, None)
+    monkeypatch.setattr(verify, "load_reference", lambda files: found)
     assert main(["models", "verify", str(changed), "--prompt", "abcdefgh"]) == 1
     out = capsys.readouterr().out
     rows = [line.split() for line in out[out.index("size of the values") :].splitlines()[1:5]]

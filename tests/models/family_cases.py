@@ -41,6 +41,8 @@ class Case:
     """Of the pool: one sequence fits, and not all three."""
     attention: str = "eager"
     """transformers' implementation."""
+    auto_class: str = "AutoModelForCausalLM"
+    """transformers' class that finds the model's."""
     steps: bool = False
     """Compare with transformers token by token: what it computes depends on where a prompt ends."""
     saved: Callable[[Path], None] | None = None
@@ -171,6 +173,25 @@ CASES: dict[str, Case] = {
     # Mistral
     "mistral": Case("MistralConfig", {"sliding_window": None, "head_dim": 16}),
     "mistral-window": Case("MistralConfig", {"sliding_window": 13, **TIED}, num_blocks=9),
+    "mistral-with-images": Case(
+        "Mistral3Config",
+        {
+            "text_config": {**COMMON, "model_type": "mistral", "head_dim": 16},
+            "vision_config": {
+                "model_type": "pixtral",
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "head_dim": 8,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            "image_token_index": 0,
+            "tie_word_embeddings": False,
+        },
+        auto_class="AutoModelForImageTextToText",
+    ),
     "ministral": Case(
         "MinistralConfig",
         {"sliding_window": 9, "head_dim": 16, "layer_types": LAYERS},
@@ -401,9 +422,10 @@ def make_model(case: Case) -> transformers.PreTrainedModel:
     """transformers' model with random weights, biases and norms among them."""
     config = getattr(transformers, case.config_class)(**{**COMMON, **case.fields})
     torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(
+    model = getattr(transformers, case.auto_class).from_config(
         config, dtype=torch.float32, attn_implementation=case.attention
-    ).eval()
+    )
+    assert isinstance(model.eval(), transformers.PreTrainedModel)
     is_offset = case.config_class.startswith("Gemma")
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,9 +17,13 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
+
+from octavo.weights.progress import NullProgress
 
 COMMIT = "c" * 40
 FILES = {
@@ -41,7 +46,9 @@ SHARDS = {
 }
 BIG = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": bytes(24 << 20)}
 """More than twice what the library writes to the disk at a time."""
-SPLIT = {f"M-Q4_0-0000{i}-of-00002.gguf": b"GGUF" * 20 * i for i in (1, 2)}
+SPLIT = {f"M-Q4_0-0000{i}-of-00002.gguf": b"GGUF" * 20 * i for i in (1, 2)} | {
+    f"Q8_0/M-Q8_0-0000{i}-of-00002.gguf": b"GGUF" * 30 * i for i in (1, 2)
+}
 GGUF_FILES = {"README.md": b"#", "M-Q4_0.gguf": b"GGUF" * 50, "M-Q8_0.gguf": b"GGUF" * 90}
 
 
@@ -98,7 +105,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.fail(404, "RepoNotFound")
         if path.startswith("/api/models/"):
             commits = self.server.commits
-            wanted = path.rsplit("/", 1)[1] if "/revision/" in path else "main"
+            wanted = unquote(path.rsplit("/", 1)[1]) if "/revision/" in path else "main"
             if wanted not in (*commits, *commits.values()):
                 return self.fail(404, "RevisionNotFound")
             siblings = [self.sibling(n, c) for n, c in files.items()]
@@ -186,7 +193,7 @@ for line in sys.stdin:
     try:
         name = call.pop("call")
         function = {"locate": locate, "pull": pull, "tokenizer": locate_tokenizer}[name]
-        found = function(**call, progress=bar)
+        found = function(**call) if name == "tokenizer" else function(**call, progress=bar)
         path = found if name == "tokenizer" else found.path
         files = sorted(p.name for p in path.iterdir()) if path.is_dir() else [path.name]
         print(json.dumps({"path": str(path), "files": files, "bar": bar.seen}), flush=True)
@@ -299,12 +306,13 @@ def test_hub_that_accepts_and_says_nothing_is_given_up_within_5_s(
     from huggingface_hub import HfApi
 
     from octavo.weights import hub
+    from octavo.weights.hub_errors import HubUnreachableError
 
     monkeypatch.setattr(hub, "GIVE_UP_S", 0.2)
     never = threading.Event()
     monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: never.wait(60))
     start = time.monotonic()
-    with pytest.raises(hub.HubUnreachableError, match="did not answer within"):
+    with pytest.raises(HubUnreachableError, match="did not answer within"):
         hub._ask(hub.HubName("org/m"), None)
     assert time.monotonic() - start < 30.0
     never.set()
@@ -394,17 +402,77 @@ def test_split_gguf_comes_whole(server: Hub, tmp_path: Path) -> None:
     server.gone = ""
     plain, named = ask(tmp_path, server.url, {"model": "org/split"}, {"model": "org/split:Q4_0"})
     assert plain["path"] == named["path"] and plain["files"] == ["M-Q4_0-00001-of-00002.gguf"]
-    assert sorted(p.name for p in Path(plain["path"]).parent.iterdir()) == list(SPLIT)
+    assert sorted(p.name for p in Path(plain["path"]).parent.iterdir()) == list(SPLIT)[:2]
+    # large ones lie in folders of the repository
+    in_folder, offline = (
+        ask(tmp_path, server.url, {"model": "org/split:Q8_0"}, HF_HUB_OFFLINE=flag)[0]
+        for flag in ("0", "1")
+    )
+    assert in_folder["path"] == offline["path"] and in_folder["path"].endswith(list(SPLIT)[2])
+    assert len(list(Path(in_folder["path"]).parent.iterdir())) == 2
+
+
+def test_cache_that_cannot_be_written_is_no_fault_of_the_hub(server: Hub, tmp_path: Path) -> None:
+    (tmp_path / "hf").touch()
+    (answer,) = ask(tmp_path, server.url, {"model": "org/m"})
+    assert answer["error"] == "ModelError"
+    assert "cannot be kept in" in answer["message"] and "set HF_HOME" in answer["message"]
+
+
+def test_disk_without_room_is_found_out_before_anything_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    from octavo.errors import ModelError
+    from octavo.weights import hub
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3000))
+    blobs = tmp_path / "hub" / "models--org--m" / "blobs"
+    name, sizes, sums = hub.HubName("org/m"), {"a": 2000, "b": 3000}, {"b": "f" * 64}
+    with pytest.raises(ModelError, match=r"org/m takes 4\.9 KiB more, and the disk of .* 2\.9 KiB"):
+        hub._check_room(name, ["a", "b"], sizes, sums)
+    hub._check_room(name, ["b"], sizes, sums)
+    blobs.mkdir(parents=True)
+    (blobs / f"{'f' * 64}.octavo.part").write_bytes(bytes(2000))
+    hub._check_room(name, ["a", "b"], sizes, sums)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(shutil, "disk_usage", refuse)
+    with pytest.raises(ModelError, match=r"org/m cannot be kept in .*: Permission denied"):
+        hub._check_room(name, ["a"], sizes, sums)
+
+
+def test_checksum_that_would_be_a_path_names_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    from octavo.weights import hub_resume
+
+    checksum = "../../../outside"
+    found = SimpleNamespace(etag=checksum, size=4, location=None)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url: found)
+    monkeypatch.setattr(hub_resume, "_has_xet", lambda: False)
+    fetched = hub_resume.fetch_blob("org/m", "f", COMMIT, checksum, 4, NullProgress(), 0)
+    assert not fetched and list(tmp_path.iterdir()) == []
 
 
 def test_revision_stays_what_it_was_when_the_branch_moves(server: Hub, tmp_path: Path) -> None:
     (first,) = ask(tmp_path, server.url, {"model": "org/m"})
-    server.commits = {"main": "d" * 40, "v1": COMMIT}
-    pinned, tagged, pulled, main = ask(
+    server.commits = {"main": "d" * 40, "v1": COMMIT, "refs/pr/7": COMMIT}
+    pinned, tagged, offered, again, pulled, main = ask(
         tmp_path, server.url, {"model": "org/m", "revision": COMMIT},
-        {"model": "org/m", "revision": "v1"}, {"call": "pull", "name": "org/m"},
+        {"model": "org/m", "revision": "v1"}, {"model": "org/m", "revision": "refs/pr/7"},
+        {"model": "org/m", "revision": "refs/pr/7"}, {"call": "pull", "name": "org/m"},
         {"model": "org/m"},
     )  # fmt: skip
-    assert pinned["path"] == tagged["path"] == first["path"]
+    assert pinned["path"] == tagged["path"] == offered["path"] == first["path"]
+    assert again["path"] == first["path"]
     assert Path(first["path"]).name == COMMIT
     assert pulled["path"] == main["path"] and Path(main["path"]).name == "d" * 40

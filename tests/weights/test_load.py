@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from octavo.arch import ModelArch
+from octavo.engine.build import load_model
 from octavo.errors import ModelNotFoundError, UnsupportedModelError, WeightsError
 from octavo.layers.gguf_weight import GGUFWeight
 from octavo.layers.quantized import Weight
@@ -289,3 +290,14 @@ def test_tied_head_may_stay_quantized_without_the_embedding(kept: tuple[str, ...
         assert isinstance(weight, GGUFWeight) == (name in kept)
         values = weight.dequantize(torch.float32) if name in kept else weight.float()
         assert torch.equal(values, torch.ones(8, 32))
+
+
+def test_model_does_not_keep_its_file_mapped(tiny_weights_path: Path) -> None:
+    """Neither its memory nor its answers may depend on what becomes of the file."""
+    maps = Path("/proc/self/maps")
+    if not maps.is_file():
+        pytest.skip("only Linux tells what a process has mapped")
+    before = maps.read_text().count(str(tiny_weights_path))
+    model = load_model(str(tiny_weights_path), dtype="float32")
+    assert maps.read_text().count(str(tiny_weights_path)) == before
+    assert model.parameters_spec()

@@ -80,6 +80,12 @@ def test_folders_that_hold_no_model(
         locate(str(touch(tmp_path / "m", *names)), load_format=load_format)
 
 
+def test_folder_with_an_adapter_alone(tmp_path: Path) -> None:
+    folder = touch(tmp_path / "m", "adapter_config.json", "adapter_model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"holds an adapter .*merge_and_unload"):
+        locate(str(folder))
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -224,9 +230,26 @@ def test_one_of_many_gguf_files_is_named_after_a_colon() -> None:
         select(QUANTS, name="org/m:Q8_0")
 
 
+def test_large_gguf_files_lie_in_folders_of_the_repository() -> None:
+    parts = [f"BF16/M-BF16-0000{i}-of-00002.gguf" for i in (1, 2)]
+    files = [*QUANTS, *parts, "BF16/mmproj-BF16.gguf"]
+    assert select(files, name="org/m:bf16") == parts
+    assert select(files, name=f"org/m:{parts[0]}") == parts
+    assert select(["M-Q4_0.gguf", *parts]) == ["M-Q4_0.gguf"]
+    twice = [*QUANTS, "old/M-Q4_0.gguf"]
+    assert select(twice, name="org/m:Q4_0") == ["M-Q4_0.gguf"]
+    assert select(twice, name="org/m:old/M-Q4_0.gguf") == ["old/M-Q4_0.gguf"]
+    with pytest.raises(ModelNotFoundError, match="1 GGUF files; choose one as org/m:FILE: BF16/M"):
+        select(parts)
+    with pytest.raises(ModelNotFoundError, match=r"lacks 1 of the 2 parts of .*: BF16/M-BF16-0000"):
+        select(parts[:1], name="org/m:bf16")
+
+
 def test_repositories_without_usable_weights() -> None:
-    with pytest.raises(ModelNotFoundError, match=r"pickled weights \(pytorch_model\.bin\)"):
+    with pytest.raises(ModelNotFoundError, match=r"pickled weights \(pytorch_model\.bin\)") as told:
         select(["config.json", "pytorch_model.bin"])
+    assert "--revision refs/pr/NUMBER" in str(told.value)
+    assert "from_pretrained('org/m', dtype='auto').save_pretrained" in str(told.value)
     with pytest.raises(ModelNotFoundError, match="no safetensors file"):
         select(QUANTS, "safetensors")
     with pytest.raises(ModelNotFoundError, match="no gguf file"):

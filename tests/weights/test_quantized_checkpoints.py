@@ -394,12 +394,15 @@ def test_missing_and_contradicting_parts(tmp_path: Path) -> None:
 
 def test_quantized_tensors_need_a_quantization_config(tmp_path: Path) -> None:
     save_file({"a.qweight": torch.zeros(2, 2, dtype=torch.int32)}, tmp_path / "model.safetensors")
-    with pytest.raises(UnsupportedModelError, match="has type I32"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"has type I32, as quantized .* no quantization_config"
+    ):
         SafetensorsSource(tmp_path)
 
 
 REFUSED = {
     "bitsandbytes": ({"quant_method": "bitsandbytes"}, "known: awq, compressed-tensors, fp8, gptq"),
+    "modelopt fp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo='NVFP4'"),
     "awq gemv": ({"quant_method": "awq", "version": "gemv"}, "version='gemv'"),
     "awq 3 bits": ({"quant_method": "awq", "bits": 3}, "bits=3"),
     "gptq 3 bits": ({"quant_method": "gptq", "bits": 3}, "known: 2, 4, 8"),
@@ -416,11 +419,6 @@ REFUSED = {
             {"num_bits": 8, "type": "int", "strategy": "channel"}, {"num_bits": 8}, "int-quantized"
         ),
         "format='int-quantized'",
-    ),
-    "kv scheme": (
-        _compressed(_float8(strategy="tensor"), _TOKEN, "float-quantized")
-        | {"kv_cache_scheme": {"num_bits": 8}},
-        "kv_cache_scheme",
     ),
     "weights alone": (
         _compressed(_float8(strategy="tensor"), None, "float-quantized"), "input_activations"

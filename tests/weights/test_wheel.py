@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from octavo.config import DEFAULT_MODEL
-from octavo.errors import ModelNotFoundError, WeightsError
+from octavo.errors import ModelError, ModelNotFoundError, WeightsError
 from octavo.weights import hub, manage, wheel
+from octavo.weights.hub_errors import HubUnreachableError
 from octavo.weights.locate import locate, locate_tokenizer, model_cache
 from octavo.weights.progress import NullProgress
 
@@ -86,7 +87,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     def away(name: hub.HubName, revision: str | None) -> None:
         repos.append(name.repo)
-        raise hub.HubUnreachableError("the hub is away")
+        raise HubUnreachableError("the hub is away")
 
     monkeypatch.setattr(hub, "_ask", away)
     return repos
@@ -178,13 +179,15 @@ def test_default_model_comes_from_the_wheel_when_the_hub_is_away(
     assert files.kind == "gguf" and files.path.parent == model_cache(DEFAULT_MODEL)
     assert files.name == DEFAULT_MODEL and files.path.read_bytes() == CONTENT
     assert locate(DEFAULT_MODEL).path == files.path and asked == [DEFAULT_MODEL]
-    with pytest.raises(hub.HubUnreachableError):
+    with pytest.raises(HubUnreachableError):
         locate("org/other")
-    with pytest.raises(hub.HubUnreachableError):
+    with pytest.raises(HubUnreachableError):
         locate(DEFAULT_MODEL, load_format="safetensors")
     files.path.unlink()
     wheel_path(index, SMALL.parts[0]).unlink()
-    with pytest.raises(ModelNotFoundError, match=r"the hub is away; pip could not.*--model"):
+    with pytest.raises(
+        ModelNotFoundError, match=r"the hub is away; nor from PyPI.*pip could not.*--model"
+    ):
         locate(DEFAULT_MODEL)
 
 
@@ -282,5 +285,23 @@ def test_short_name_is_pulled_listed_and_removed(no_pip: Path, asked: list[str])
 
 
 def test_revision_of_a_wheel_model_is_asked_of_the_hub_alone(index: Path, asked: list[str]) -> None:
-    with pytest.raises(hub.HubUnreachableError):
+    with pytest.raises(HubUnreachableError):
         locate("gemma-3-270m", revision="v2")
+
+
+def test_disk_that_fills_up_under_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip says so somewhere above a hint about networks."""
+    pip = tmp_path / "python"
+    said = "ERROR: Could not install: [Errno 28] No space left on device"
+    pip.write_text(f"#!/bin/sh\necho '{said}'\necho 'hint: Use --resume-retries'\nexit 1\n")
+    pip.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(pip))
+    with pytest.raises(ModelError, match=r"cannot be kept in .*: No space left .* OCTAVO_HOME"):
+        wheel.fetch(wheel.WHEEL_MODELS[0], tmp_path / "cache", NullProgress())
+
+
+def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    model = wheel.WHEEL_MODELS[0]
+    with pytest.raises(ModelError, match=r"cannot be kept in .* Not a directory; set OCTAVO_HOME"):
+        wheel.fetch(model, tmp_path / "file" / "m", NullProgress())

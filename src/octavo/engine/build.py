@@ -119,11 +119,10 @@ def load_model(
     *,
     dtype: DType = "auto",
     max_model_len: int | None = None,
-    progress: Progress | None = None,
 ) -> Decoder:
-    """Only the model with its weights, on the CPU, for tools and tests."""
+    """Only the model with its weights, on the CPU, for tests."""
     config = EngineConfig(model=model, device="cpu", dtype=dtype, max_model_len=max_model_len)
-    return load_model_of(locate(model, progress=progress), config, progress)[0]
+    return load_model_of(locate(model), config, None)[0]
 
 
 def load_model_of(

@@ -5,10 +5,9 @@ transformers' own code is the reference, run in float32 with its eager attention
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,7 +15,8 @@ from torch import Tensor
 
 from octavo.config import EngineConfig
 from octavo.engine.build import load_model_of, on_cpu
-from octavo.errors import ConfigError, UnsupportedModelError
+from octavo.engine.verify_reference import load_reference, other_tokens, their_logits
+from octavo.errors import ConfigError
 from octavo.models.decoder import Decoder
 from octavo.plan import NewSeq, SeqPlan, StepPlan
 from octavo.request import SamplerParams
@@ -24,7 +24,7 @@ from octavo.runner import memory
 from octavo.runner.runner import Runner
 from octavo.text.tokenizer import load_tokenizer
 from octavo.util import cdiv
-from octavo.weights.locate import ModelFiles, locate
+from octavo.weights.locate import locate
 from octavo.weights.progress import Progress
 
 PROMPTS = (
@@ -34,10 +34,6 @@ PROMPTS = (
 )
 _TOLERANCES = {"float32": (2e-3, 1e-3), "bfloat16": (1.0, 0.1)}
 """Absolute, and as a share of the largest logit."""
-_LOAD_ERRORS = (
-    OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError
-)  # fmt: skip
-"""What transformers raises for files that it cannot load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +75,8 @@ class Verification:
     prompts: tuple[PromptCheck, ...]
     layers: tuple[LayerCheck, ...]
     """Of the prompt that differs most; empty where all agree."""
+    expanded: str | None = None
+    """How weights that octavo expanded for transformers are quantized; None: it read the file."""
 
     @property
     def equal(self) -> bool:
@@ -91,6 +89,7 @@ class Verification:
             "model": self.model,
             "dtype": self.dtype,
             "equal": self.equal,
+            "expanded": self.expanded,
             "prompts": [
                 {
                     "text": c.text, "num_tokens": c.num_tokens, "max_error": c.max_error,
@@ -104,7 +103,10 @@ class Verification:
         }  # fmt: skip
 
     def __str__(self) -> str:
-        lines = [f"{self.model}, octavo in {self.dtype} against transformers in float32", ""]
+        lines = [f"{self.model}, octavo in {self.dtype} against transformers in float32"]
+        if self.expanded is not None:
+            lines.append(f"(both on weights that octavo expanded: {self.expanded})")
+        lines.append("")
         lines.append("  tokens   largest error   allowed   same best token   prompt")
         for c in self.prompts:
             note = "  (other token ids in transformers)" if c.same_tokens is False else ""
@@ -115,7 +117,8 @@ class Verification:
         if self.layers:
             lines += ["", "  layer   largest error   size of the values"]
             lines += [f"  {c.layer:5}   {c.max_error:13.2e}   {c.scale:18.2e}" for c in self.layers]
-        lines += ["", "logits agree" if self.equal else "logits differ"]
+        differ = any(not c.max_error <= c.allowed for c in self.prompts)
+        lines += ["", "logits differ" if differ else "logits agree"]
         return "\n".join(lines)
 
 
@@ -153,14 +156,14 @@ def verify_model(
     runner = on_cpu(config, decoder, available).runner
     assert isinstance(runner, Runner)
     # second, since what octavo says of a file that does not fit is clearer
-    reference = _reference(files, decoder.arch.positions == "alibi")
-    other = _other_tokens(files)
+    reference = load_reference(files)
+    other = other_tokens(files)
     absolute, share = _TOLERANCES[dtype]
     checks: list[PromptCheck] = []
     worst, by_layer = -1.0, tuple[LayerCheck, ...]()
     for number, (text, tokens) in enumerate(zip(texts, ids, strict=True)):
         own_layers, own = _own_logits(decoder, runner, number, tokens, config.block_size)
-        their_layers, theirs = _their_logits(reference, decoder.arch.num_layers, tokens)
+        their_layers, theirs = their_logits(reference.model, decoder.arch.num_layers, tokens)
         error = float((own - theirs).abs().max())
         allowed = max(absolute, share * float(theirs.abs().max()))
         allowed = allowed if tolerance is None else tolerance
@@ -176,7 +179,7 @@ def verify_model(
         )
         if not error <= allowed and not error <= worst:
             worst, by_layer = error, tuple(_compared(own_layers, their_layers))
-    return Verification(model, dtype, tuple(checks), by_layer)
+    return Verification(model, dtype, tuple(checks), by_layer, reference.expanded)
 
 
 # -- octavo
@@ -227,78 +230,6 @@ def _watched(decoder: Decoder) -> Iterator[list[Tensor]]:
         yield seen
     finally:
         layers[:] = own
-
-
-# -- transformers
-
-
-def _reference(files: ModelFiles, alibi: bool) -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(
-            "comparing with transformers needs the package: pip install 'octavo[transformers]'"
-        ) from error
-    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
-    if alibi:
-        # eager adds Falcon's ALiBi to the mask, and to the scores once more
-        options["attn_implementation"] = "sdpa"
-    folder, options = _place(files, options)
-    logs: Any = transformers.logging
-    level = logs.get_verbosity()
-    logs.set_verbosity_error()
-    try:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, **options
-        )
-    except _LOAD_ERRORS as error:
-        raise UnsupportedModelError(
-            f"transformers cannot load {files.path}: {str(error).splitlines()[0]}"
-        ) from error
-    finally:
-        logs.set_verbosity(level)
-    return model.eval()
-
-
-def _place(files: ModelFiles, options: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """The folder that transformers wants, and how it is told of a GGUF file in it."""
-    if files.kind != "gguf":
-        return files.path, options
-    return files.path.parent, options | {"gguf_file": files.path.name}
-
-
-@torch.inference_mode()
-def _their_logits(model: Any, num_layers: int, ids: list[int]) -> tuple[list[Tensor], Tensor]:
-    """As `_own_logits`; by hooks, since what transformers calls the last hidden state is normed."""
-    seen: list[Tensor] = []
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
-    layers = next((m for m in lists if len(m) == num_layers), ())
-
-    def keep(_module: Any, _inputs: Any, output: Any) -> None:
-        found = output[0] if isinstance(output, tuple) else output
-        seen.append(found.reshape(-1, found.shape[-1]).float().clone())
-
-    hooks = [layer.register_forward_hook(keep) for layer in layers]
-    try:
-        logits: Tensor = model(torch.tensor([ids]), use_cache=False).logits[0]
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return seen, logits.float()
-
-
-def _other_tokens(files: ModelFiles) -> Callable[[str], list[int]] | None:
-    """transformers' tokenizer; None where it has none for this model, or for GGUF files, whose
-    tokenizers it rebuilds with known differences."""
-    import transformers
-
-    if files.kind == "gguf":
-        return None
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(files.path, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError):
-        return None
-    return lambda text: list(tokenizer(text)["input_ids"])
 
 
 def _compared(own: list[Tensor], theirs: list[Tensor]) -> Iterator[LayerCheck]:

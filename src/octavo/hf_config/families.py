@@ -71,6 +71,20 @@ FAMILIES: dict[str, Family] = {family.architecture: family for family in _ALL} |
     "Gemma3ForConditionalGeneration": Family(
         "Gemma3ForCausalLM", "gemma3", gemma.gemma3, part="text_config"
     ),
+    # and so does Mistral Small from 3.1 up
+    "Mistral3ForConditionalGeneration": Family(
+        "MistralForCausalLM", "mistral3", llama.mistral, part="text_config"
+    ),
     "RWForCausalLM": Family("FalconForCausalLM", "RefinedWebModel", classic.falcon, _REFINED_WEB),
+    # what first releases and conversions called themselves
+    "LLaMAForCausalLM": Family("LlamaForCausalLM", "llama", llama.llama),
+    "YiForCausalLM": Family("LlamaForCausalLM", "Yi", llama.llama),
+    "InternLMForCausalLM": Family("LlamaForCausalLM", "internlm", llama.internlm),
+    "StableLMEpochForCausalLM": Family(
+        "StableLmForCausalLM",
+        "stablelm_epoch",
+        classic.stablelm,
+        {"layer_norm_eps": "norm_eps", "partial_rotary_factor": "rope_pct"},
+    ),
 }
 """By what stands in `architectures`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ _DTYPES = ("float32", "float16", "bfloat16")
 _MAX_SIZE = 2**31 - 1
 """A number above it is a mistake in the file, and would be one in what follows from it."""
 MAX_LAYERS = 10_000
+_STEM = re.compile(r"(For[A-Z]\w+|LMHeadModel|Model)$")
 
 
 class Fields:
@@ -166,9 +168,10 @@ def token_ids(value: Any, where: str = "config.json") -> tuple[int, ...]:
 def unknown_architecture(name: str, known: Iterable[str], where: str) -> UnsupportedModelError:
     """The error for an architecture octavo does not have: what is known and what is nearest."""
     known = tuple(known)
-    by_lower = {k.lower(): k for k in known}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.0)
-    hint = f"; nearest: {by_lower[near[0]]}" if near else ""
+    # without what most names end in, which would count for most of the likeness
+    by_stem = {_STEM.sub("", k).lower(): k for k in reversed(known)}
+    near = difflib.get_close_matches(_STEM.sub("", name).lower(), by_stem, n=1, cutoff=0.0)
+    hint = f"; nearest: {by_stem[near[0]]}" if near else ""
     return UnsupportedModelError(
         f"{where}: architecture {name!r} is not supported; known: {', '.join(known)}{hint}"
     )

@@ -32,6 +32,18 @@ def llama(f: Fields) -> ModelArch:
     return build(f, Defaults(), mlp_bias=f.flag("mlp_bias"), **attention_bias(f))
 
 
+def internlm(f: Fields) -> ModelArch:
+    """InternLM 1: Llama with biases in attention; its dynamic rope changes nothing within the
+    context that its file states."""
+    rotary = f.table("rotary")
+    if (kind := rotary.get("type", "origin")) not in ("origin", "dynamic"):
+        raise f.refuse(f"rotary.type={kind!r:.80} is not supported; known: origin, dynamic")
+    theta = f.number(rotary, "base", 10000.0)
+    d = Defaults(vocab_size=103168, states_head_dim=False, rope=RopeDefaults(theta=theta))
+    bias = f.flag("bias", True)
+    return build(f, d, qkv_bias=bias, o_bias=bias)
+
+
 def internlm2(f: Fields) -> ModelArch:
     """InternLM 2 and 2.5, by the configuration that comes with them."""
     d = Defaults(vocab_size=103168, states_head_dim=False)

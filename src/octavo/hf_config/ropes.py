@@ -64,7 +64,7 @@ def read_rope(
         if p.get(name) is not None:
             raise f.refuse(f"rope field {name} ({p[name]!r:.80}) is not supported")
     theta = f.number(p, "rope_theta", f.positive(defaults.theta_field, defaults.theta))
-    stated_partial = f.config.get(defaults.partial_field)
+    stated_partial = f.raw(defaults.partial_field)
     partial = p.get("partial_rotary_factor", stated_partial) or defaults.partial
     rotary_dim = int(head_dim * partial)
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
@@ -89,6 +89,8 @@ def _scaled(
     original = original or p.get("original_max_position_embeddings")
     # dynamic stretches what the file calls max_position_embeddings, whatever else it says
     original = stated if kind == "dynamic" or original is None else int(original)
+    if original < 1:
+        raise f.refuse(f"original_max_position_embeddings must be above 0, got {original}")
     if kind in ("yarn", "longrope") and p.get("factor") is None:
         factor = stated / original
     else:

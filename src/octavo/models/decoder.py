@@ -136,8 +136,11 @@ class Decoder:
         """Take one weight of `parameters_spec()`; its shape has been checked."""
         group = self._groups[name]
         if isinstance(weight, Tensor):
-            dtype = torch.float32 if group.wide else self.dtype
+            dtype, given = torch.float32 if group.wide else self.dtype, weight.data_ptr()
             weight = weight.to(device=self.device, dtype=dtype).contiguous()
+            if weight.data_ptr() == given and not weight.is_cuda:
+                # what the model holds must not keep the file mapped, which others may cut short
+                weight = weight.clone()
         else:
             weight = weight.to(self.device)
         group.put(name, weight)

@@ -32,7 +32,7 @@ class FamilyInfo:
 
 ARCHITECTURES: dict[str, FamilyInfo] = {
     "LlamaForCausalLM": FamilyInfo(
-        "Llama 1, 2 and 3; Yi; SmolLM 1 and 2; and many more",
+        "Llama 1, 2 and 3; Yi; SmolLM 1 and 2; InternLM 1; and many more",
         "biases of attention and MLP; every rope scaling",
         (
             "llama", "llama-tied", "llama-mha-biased", "llama-wide-heads-gelu", "llama-linear",
@@ -59,7 +59,11 @@ ARCHITECTURES: dict[str, FamilyInfo] = {
     ),
     "InternLM3ForCausalLM": FamilyInfo("InternLM 3", "as Llama", ("internlm3",)),
     "MistralForCausalLM": FamilyInfo(
-        "Mistral 7B, Nemo, Small (text)", "a window on every layer", ("mistral", "mistral-window")
+        "Mistral 7B, Nemo, Small; the text model of those with images, too",
+        "a window on every layer",
+        ("mistral", "mistral-window", "mistral-with-images"),
+        refused="images (the vision tower's weights are left out); Ministral 3, whose queries are "
+        "scaled by position",
     ),
     "MinistralForCausalLM": FamilyInfo(
         "Ministral", "windows on some layers", ("ministral", "ministral-tied")

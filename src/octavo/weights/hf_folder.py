@@ -10,6 +10,11 @@ from octavo.errors import ModelNotFoundError, WeightsError
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 """Endings of weight files that are never opened."""
+CONVERT = (
+    'convert them where you trust them: python -c "import transformers as t; '
+    "t.AutoModelForCausalLM.from_pretrained('{}', dtype='auto').save_pretrained('converted')\""
+)
+"""What to do with them."""
 
 
 def safetensors_files(folder: Path) -> list[Path]:

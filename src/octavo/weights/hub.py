@@ -7,16 +7,25 @@ is imported only here and only when a name is looked up.
 from __future__ import annotations
 
 import re
+import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from octavo.errors import ModelError, ModelNotFoundError, WeightsError
+from octavo.util import human_bytes
 from octavo.weights.gguf_split import first_parts, parts_of
-from octavo.weights.hf_folder import INDEX, PICKLES
-from octavo.weights.hub_resume import bar_for, check_sum, fetch_blob
+from octavo.weights.hf_folder import CONVERT, INDEX, PICKLES
+from octavo.weights.hub_errors import (
+    HubUnreachableError,
+    endpoint,
+    hub_cache,
+    local_error,
+    translated,
+)
+from octavo.weights.hub_resume import bar_for, check_sum, fetch_blob, part_name
 from octavo.weights.progress import Progress
 
 GIVE_UP_S = 5.0
@@ -27,6 +36,7 @@ _MAX_NAME = 96
 _SMALL_FILES = (
     "config.json",
     "generation_config.json",
+    "hf_quant_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -40,10 +50,6 @@ _SMALL_FILES = (
 _TEMPLATE = re.compile(r"additional_chat_templates/[^/]+\.jinja")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 """One of these is what a tokenizer is built from."""
-
-
-class HubUnreachableError(ModelNotFoundError):
-    """The hub did not answer, or must not be asked (offline mode)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +74,8 @@ class HubName:
 
 def cached_snapshot(name: HubName, revision: str | None) -> Path | None:
     """The folder in the hub's cache that holds this revision, complete or not."""
-    from huggingface_hub import constants
-
     revision = revision or "main"
-    base = Path(constants.HF_HUB_CACHE) / ("models--" + name.repo.replace("/", "--"))
+    base = hub_cache() / ("models--" + name.repo.replace("/", "--"))
     ref = base / "refs" / revision
     commit = ref.read_text("utf-8").strip() if ref.is_file() else revision
     folder = base / "snapshots" / commit
@@ -86,7 +90,8 @@ def fetch_snapshot(
     Files that are there already are not fetched again, broken-off ones are resumed. Raises
     `HubUnreachableError` within `GIVE_UP_S` when the hub does not answer, `ModelNotFoundError`
     when there is no such model or revision or it is gated, `WeightsError` when a file arrives cut
-    short or with another checksum than the hub states (it is deleted then).
+    short or with another checksum than the hub states (it is deleted then), and `ModelError` when
+    the cache has no room or cannot be written to.
     """
     from huggingface_hub import hf_hub_download
 
@@ -95,11 +100,13 @@ def fetch_snapshot(
     sums = {f.rfilename: f.lfs.sha256 for f in info.siblings or [] if f.lfs is not None}
     wanted = select_files(name, list(sizes), load_format)
     total = sum(sizes[f] for f in wanted)
+    missing = [f for f in wanted if not _in_cache(name, f, info.sha)]
+    _check_room(name, missing, sizes, sums)
     progress.start(f"downloading {name.repo}", total or None)
     folder, done = Path(), 0
     try:
         for file in wanted:
-            checked = file not in sums or _in_cache(name, file, info.sha)
+            checked = file not in sums or file not in missing
             try:
                 if not checked:
                     checked = fetch_blob(
@@ -111,7 +118,7 @@ def fetch_snapshot(
             except WeightsError:
                 raise
             except Exception as error:
-                raise _translate(error, name, revision, file) from error
+                raise translated(error, name.repo, revision, file) from error
             if not checked:
                 check_sum(Path(path), sums[file], f"{name.repo}/{file}")
             folder = Path(path).parents[len(PurePosixPath(file).parts) - 1]
@@ -146,14 +153,16 @@ def select_files(name: HubName, files: Sequence[str], load_format: str) -> list[
     if tensors and name.quant is None and load_format in ("auto", "safetensors"):
         return small + [f for f in top if f == INDEX] + sorted(tensors)
     if load_format != "safetensors":
-        gguf = gguf_choice(name, [f for f in top if f.endswith(".gguf")])
+        gguf = gguf_choice(name, [f for f in files if f.endswith(".gguf")])
         if gguf is not None:
-            return parts_of(gguf)
+            return _whole(name, gguf, files)
     pickles = [f for f in top if f.endswith(PICKLES)]
     if pickles and not tensors:
         raise ModelNotFoundError(
-            f"{name.repo} has only pickled weights ({pickles[0]}), which octavo never loads; look "
-            "for a copy with safetensors or GGUF files"
+            f"{name.repo} has only pickled weights ({pickles[0]}), which octavo never loads. Of "
+            "many models the hub's own bot has offered safetensors as a pull request (listed under "
+            "Community on the model's page): name it with --revision refs/pr/NUMBER; or "
+            f"{CONVERT.format(name.repo)}"
         )
     kinds = {"auto": "safetensors or GGUF", "dummy": "config.json or GGUF"}
     raise ModelNotFoundError(
@@ -162,25 +171,41 @@ def select_files(name: HubName, files: Sequence[str], load_format: str) -> list[
     )
 
 
+def _whole(name: HubName, gguf: str, files: Sequence[str]) -> list[str]:
+    """All parts of a GGUF file."""
+    parts = parts_of(gguf)
+    missing = [part for part in parts if part not in files]
+    if missing:
+        raise ModelNotFoundError(
+            f"{name.repo} lacks {len(missing)} of the {len(parts)} parts of {gguf}: "
+            f"{', '.join(missing[:5])}; choose another of its files"
+        )
+    return parts
+
+
 def gguf_choice(name: HubName, files: Sequence[str]) -> str | None:
-    """The one GGUF file meant by the name; None when there is none at all."""
+    """The one GGUF file meant by the name; None when there is none at all. Those in folders of the
+    repository (large ones, in parts) are meant only by what stands after a colon, and where no
+    other is called so."""
     models = sorted(first_parts(f for f in files if not is_projector(f)))
     if name.quant is not None:
         part = r"(-\d{5}-of-\d{5})?"
         ending = re.compile(rf"(^|.*[-.]){re.escape(name.quant)}{part}\.gguf", re.IGNORECASE)
         named = [f for f in models if f == name.quant or ending.fullmatch(f)]
+        named = [f for f in named if "/" not in f] or named
         if len(named) == 1:
             return named[0]
         listing = ", ".join(models) or "none"
         raise ModelNotFoundError(
             f"{name.repo} has {len(named)} GGUF files called {name.quant!r}; its files: {listing}"
         )
-    if len(models) > 1:
+    top = [f for f in models if "/" not in f]
+    if len(top) != 1 and models:
         raise ModelNotFoundError(
             f"{name.repo} has {len(models)} GGUF files; choose one as {name.repo}:FILE: "
             f"{', '.join(models)}"
         )
-    return models[0] if models else None
+    return top[0] if top else None
 
 
 def is_projector(file: str) -> bool:
@@ -210,73 +235,39 @@ def _ask(name: HubName, revision: str | None) -> Any:
     thread.start()
     thread.join(GIVE_UP_S)
     if not answer:
-        raise HubUnreachableError(f"{_endpoint()} did not answer within {GIVE_UP_S:.0f} s")
+        raise HubUnreachableError(f"{endpoint()} did not answer within {GIVE_UP_S:.0f} s")
     if isinstance(answer[0], Exception):
-        raise _translate(answer[0], name, revision, None) from answer[0]
+        raise translated(answer[0], name.repo, revision, None) from answer[0]
     return answer[0]
 
 
-def _translate(
-    error: Exception, name: HubName, revision: str | None, file: str | None
-) -> ModelError:
-    """What went wrong between here and the hub, in octavo's words."""
-    from huggingface_hub import errors
-
-    what = f"{name.repo}/{file}" if file else name.repo
-    cause = error.__cause__  # "not in the cache" is raised from what kept it from being fetched
-    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(cause, Exception):
-        error = cause
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return HubUnreachableError(
-            f"{what} is not in the cache and offline mode is on (HF_HUB_OFFLINE); unset it, or "
-            "give a local folder or .gguf file"
+def _check_room(
+    name: HubName, missing: Sequence[str], sizes: Mapping[str, int], sums: Mapping[str, str]
+) -> None:
+    """Before hours are spent on what will not fit."""
+    blobs = hub_cache() / ("models--" + name.repo.replace("/", "--")) / "blobs"
+    parts = [blobs / part_name(sums[f]) for f in missing if f in sums]
+    try:
+        there = sum(p.stat().st_size for p in parts if p.is_file())
+        folder = next(p for p in (blobs, *blobs.parents) if p.is_dir())
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise local_error(error, name.repo) from error
+    needed = sum(sizes[f] for f in missing) - there
+    if needed > free:
+        raise ModelError(
+            f"{name.repo} takes {human_bytes(needed)} more, and the disk of {hub_cache()} has "
+            f"{human_bytes(free)}: delete models there ('octavo models rm'), or set HF_HOME to a "
+            "folder on a larger disk"
         )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return ModelNotFoundError(f"{name.repo} has no revision {revision!r} (--revision)")
-    if isinstance(error, errors.GatedRepoError) or status == 403:
-        return ModelNotFoundError(
-            f"access to {what} is restricted (HTTP {status}): ask for access on its page at "
-            f"{_endpoint()}/{name.repo}, then set HF_TOKEN or run `hf auth login`"
-        )
-    if status == 401:
-        return ModelNotFoundError(
-            f"{what} does not exist on {_endpoint()}, or is private and needs a token (HTTP 401): "
-            "check the name, or set HF_TOKEN or run `hf auth login`"
-        )
-    if status == 404:
-        return ModelNotFoundError(f"{what} does not exist on {_endpoint()} (HTTP 404)")
-    if status is not None:
-        return HubUnreachableError(f"{_endpoint()} answered HTTP {status} for {what}")
-    if "onsistency check" in str(error):
-        return WeightsError(f"{what} arrived cut short: {str(error).splitlines()[0]}; run it again")
-    if isinstance(error, errors.HFValidationError):
-        return ModelNotFoundError(f"{name.repo!r} is not a valid name: {error}")
-    detail = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if file:
-        return HubUnreachableError(
-            f"{_endpoint()} broke off while sending {what}: {detail}; run it again to go on"
-        )
-    return HubUnreachableError(
-        f"{_endpoint()} cannot be reached for {what}: {detail}; check the network, or give a local "
-        "folder or .gguf file"
-    )
-
-
-def _endpoint() -> str:
-    from huggingface_hub import constants
-
-    return str(constants.ENDPOINT)
 
 
 def _remember(name: HubName, revision: str | None, commit: str | None) -> None:
     """Let a branch point at the commit just fetched, as `hf_hub_download(revision=branch)` does."""
-    from huggingface_hub import constants
-
     revision = revision or "main"
     if commit is None or revision == commit:
         return
-    base = Path(constants.HF_HUB_CACHE) / ("models--" + name.repo.replace("/", "--"))
+    base = hub_cache() / ("models--" + name.repo.replace("/", "--"))
     ref = base / "refs" / revision
     if ref.is_file() and ref.read_text("utf-8") == commit:
         return

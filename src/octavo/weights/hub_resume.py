@@ -11,6 +11,7 @@ import functools
 import hashlib
 import inspect
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from urllib.parse import urlparse
 
 from octavo.errors import WeightsError
 from octavo.weights.progress import Progress
+
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def fetch_blob(
@@ -38,8 +41,10 @@ def fetch_blob(
     metadata = get_hf_file_metadata(url)
     if _has_xet() or metadata.etag != sha256 or metadata.size != size:
         return False
+    if not _SHA256.fullmatch(sha256):  # it becomes a file's name
+        return False
     blobs = Path(constants.HF_HUB_CACHE) / ("models--" + repo.replace("/", "--")) / "blobs"
-    blob, part = blobs / sha256, blobs / f"{sha256}.octavo.part"
+    blob, part = blobs / sha256, blobs / part_name(sha256)
     blobs.mkdir(parents=True, exist_ok=True)
     headers: dict[str, str] = build_hf_headers()
     location = metadata.location or url
@@ -57,6 +62,11 @@ def fetch_blob(
         check_sum(part, sha256, f"{repo}/{file}")
         os.replace(part, blob)
     return True
+
+
+def part_name(sha256: str) -> str:
+    """What a file is called among the blobs until it is whole."""
+    return f"{sha256}.octavo.part"
 
 
 def check_sum(path: Path, expected: str, what: str) -> None:

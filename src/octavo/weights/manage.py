@@ -10,6 +10,7 @@ from pathlib import Path
 from octavo.config import LoadFormat
 from octavo.errors import ModelNotFoundError
 from octavo.weights import hub, locate, wheel
+from octavo.weights.hub_errors import HubUnreachableError
 from octavo.weights.progress import NullProgress, Progress
 
 
@@ -38,7 +39,7 @@ def pull(
     stored = {m.name for m in list_models() if m.where == "hub"}
     if parsed is not None and parsed.repo in stored:
         # out of reach: `locate` takes what is there, or says why it cannot
-        with contextlib.suppress(hub.HubUnreachableError):
+        with contextlib.suppress(HubUnreachableError):
             hub.fetch_snapshot(parsed, revision, load_format, progress or NullProgress())
     return locate.locate(name, revision, load_format, progress)
 

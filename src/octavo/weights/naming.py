@@ -81,6 +81,11 @@ class Naming:
 
 
 _GPT_MLP = {"mlp.dense_h_to_4h": "mlp.up_proj", "mlp.dense_4h_to_h": "mlp.down_proj"}
+_WITH_IMAGES = Naming(
+    prefix=r"language_model\.model\.|model\.language_model\.|language_model\.|model\.",
+    left_out=r"(model\.)?(vision_tower|multi_modal_projector)\..*",
+)
+"""The text model's place in one that sees images, and what lies beside it."""
 _FC = {"fc1": "mlp.up_proj", "fc2": "mlp.down_proj"}
 
 NAMINGS: dict[str, Naming] = {
@@ -164,10 +169,8 @@ NAMINGS: dict[str, Naming] = {
     "OlmoForCausalLM": Naming(),
     "GemmaForCausalLM": Naming(),
     "Gemma2ForCausalLM": Naming(),
-    "Gemma3ForCausalLM": Naming(
-        prefix=r"language_model\.model\.|model\.language_model\.|language_model\.|model\.",
-        left_out=r"(model\.)?(vision_tower|multi_modal_projector)\..*",
-    ),
+    "Gemma3ForCausalLM": _WITH_IMAGES,
+    "MistralForCausalLM": _WITH_IMAGES,
     "MixtralForCausalLM": Naming(
         layer={
             r"block_sparse_moe\.gate": "mlp.gate",

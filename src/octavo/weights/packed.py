@@ -71,11 +71,12 @@ class StoredWeight(QuantizedWeight):
         if group < 0 or group > width:
             group = -(-width // 16) * 16
         num_groups = -(-width // group)
-        if scales.shape != (self.shape[0], num_groups):
-            raise WeightsError(
-                f"{self.name}: scales of {list(scales.shape)} for {num_groups} groups of "
-                f"{self.shape[0]} outputs ({self.quantization.text}); download the file again"
-            )
+        for what, found in (("scales", scales), ("zero points", zeros)):
+            if found is not None and found.shape != (self.shape[0], num_groups):
+                raise WeightsError(
+                    f"{self.name}: {what} of {list(found.shape)} for {num_groups} groups of "
+                    f"{self.shape[0]} outputs ({self.quantization.text}); download the file again"
+                )
         order = self._order(g_idx, group)
         if order is not None:
             codes = codes[:, order]
@@ -133,9 +134,11 @@ class StoredWeight(QuantizedWeight):
 
 def _unpacked(words: Tensor, bits: int, order: Sequence[int] = ()) -> Tensor:
     """[rows, n] int32 -> [rows, n * 32 / bits] uint8, from the lowest bits up, or in some order."""
-    per_word = 32 // bits
-    shifts = torch.arange(per_word, dtype=torch.int32, device=words.device) * bits
-    codes = ((words[:, :, None] >> shifts) & (2**bits - 1)).to(torch.uint8)
+    per_word, per_byte = 32 // bits, 8 // bits
+    # a byte at a time, since words lie with their lowest byte first
+    shifts = torch.arange(per_byte, dtype=torch.uint8, device=words.device) * bits
+    octets = words.contiguous().view(torch.uint8)
+    codes = ((octets[:, :, None] >> shifts) & (2**bits - 1)).view(len(words), -1, per_word)
     if order:
         places = [order.index(i) for i in range(per_word)]
         codes = codes[:, :, places]

@@ -7,6 +7,7 @@ packed integers of compressed-tensors.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,11 @@ _INT_PARTS = {
     ),
 }  # fmt: skip
 """The first is there where a linear is quantized."""
+_WORDS = (".qweight", ".qzeros", ".weight_packed", ".weight_zero_point")
+"""Parts that hold several codes a word."""
+_KV_SCALES = re.compile(r".*\.(self_attn\.(q|k|v|kv|prob)_scale|[kv]_proj\.(output|kv|k|v)_scale)")
+"""Of an 8 bit KV cache, as AutoFP8, compressed-tensors and ModelOpt call them: not needed, since
+octavo scales each token's keys and values by their own largest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +66,9 @@ class QuantizedSource:
         self._source = source
         self._shapes = source.shapes()
         self._linears = dict(self._find())
-        self._hidden = {name for x in self._linears.values() for name in x.parts.values()}
+        self._left_out = {name for name in self._shapes if _KV_SCALES.fullmatch(name)}
+        parts = {name for x in self._linears.values() for name in x.parts.values()}
+        self._hidden = parts | self._left_out
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """See `WeightSource`."""
@@ -70,7 +78,7 @@ class QuantizedSource:
     @property
     def num_bytes(self) -> int:
         """See `WeightSource`."""
-        return self._source.num_bytes
+        return self._source.num_bytes - sum(map(self._source.bytes_of, self._left_out))
 
     def tensors(
         self, dtype: torch.dtype | None = None, keep: Keep | None = None
@@ -122,7 +130,13 @@ class QuantizedSource:
             if name.endswith(ends[0]):
                 stem = name.removesuffix(ends[0])
                 parts = {end: stem + end for end in ends if stem + end in self._shapes}
+                self._check_words(stem, parts)
                 yield stem, self._linear(stem, parts, self._int_shape(stem, parts))
+
+    def _check_words(self, stem: str, parts: Mapping[str, str]) -> None:
+        for end in (end for end in _WORDS if end in parts):
+            if (kind := self._source.type_of(parts[end])) != "I32":
+                raise self._damaged(stem, f"{end[1:]} of type {kind}, and not I32")
 
     def _find_fp8(self) -> Iterator[tuple[str, _Linear]]:
         for name, shape in self._shapes.items():

@@ -126,10 +126,19 @@ class SafetensorsSource:
                     raise WeightsError(f"tensor {name!r} is both in {seen[name]} and in {path}")
                 seen[name] = path
                 if entry["dtype"] not in self._types and not name.endswith(_BUFFERS):
-                    raise UnsupportedModelError(
-                        f"{path}: tensor {name!r} has type {entry['dtype']}; only "
-                        f"{', '.join(self._types)} are supported: use the unquantized checkpoint"
-                    )
+                    raise self._unsupported(path, name, entry["dtype"])
+
+    def _unsupported(self, path: Path, name: str, kind: str) -> UnsupportedModelError:
+        if kind in _QUANTIZED:  # and config.json does not say how
+            return UnsupportedModelError(
+                f"{path}: tensor {name!r} has type {kind}, as quantized weights have, but "
+                "config.json has no quantization_config that tells how to read it: use a "
+                "checkpoint that has one, or the unquantized one"
+            )
+        return UnsupportedModelError(
+            f"{path}: tensor {name!r} has type {kind}; only {', '.join(self._types)} are "
+            "supported: use the unquantized checkpoint"
+        )
 
 
 def _read_header(path: Path) -> _Header:

