@@ -22,7 +22,7 @@ from octavo.engine.input import InputProcessor
 from octavo.engine.output import OutputProcessor
 from octavo.kv import KVCacheManager, MemoryPlan
 from octavo.kv.policies import make_policy
-from octavo.kv.sizing import KVShape
+from octavo.kv.shape import KVShape
 from octavo.plan import SeqResult, StepPlan, StepResult
 from octavo.sched import Scheduler
 from octavo.text.tokenizer import load_tokenizer

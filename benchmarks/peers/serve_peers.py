@@ -45,11 +45,12 @@ def measure(name: str, args: argparse.Namespace, streams: int, out: Path) -> boo
     """One load; whether it was answered."""
     command = [
         sys.executable, "-m", "octavo", "bench", "serve", "--base-url",
-        f"http://127.0.0.1:{args.port}", "--tokenizer", str(args.model), "--dataset",
-        str(args.dataset), "--num-prompts", str(args.num), "--max-model-len", "1024",
+        f"http://127.0.0.1:{args.port}", "--tokenizer", str(args.model),
+        "--dataset-name", "lengths", "--dataset-path", str(args.dataset),
+        "--num-prompts", str(args.num), "--max-model-len", "1024",
         "--prompt-kind", "text", "--max-concurrency", str(streams), "--seed", str(streams),
         "--num-warmups", "2", "--ready-check-timeout-sec", "600", "--label", name, "--save-result",
-        str(out), "--timeout-s", "900",
+        "--result-dir", str(out.parent), "--result-filename", out.name, "--timeout-s", "900",
     ]  # fmt: skip
     if name == "transformers":  # it knows no ignore_eos, but a generation config
         config = '{"generation_config": "{\\"eos_token_id\\": -1}"}'

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from octavo.cli.flags import ServeFlags, field_docs, parse
 from octavo.cli.main import main
-from octavo.cli.serve import Serve
+from octavo.cli.serve import Serve, _banner
 from octavo.server.config import ServeConfig
+from octavo.server.openai.protocol import ChatRequest, CompletionRequest
 
 ARRIVING: dict[str, tuple[list[str], object]] = {
     "host": (["h"], "h"), "port": (["1"], 1), "uds": (["/s"], "/s"),
@@ -22,6 +24,7 @@ ARRIVING: dict[str, tuple[list[str], object]] = {
     "ssl_ca_certs": (["a", "--ssl-keyfile", "k", "--ssl-certfile", "c"], "a"),
     "allowed_origins": (["*"], ("*",)), "root_path": (["/x"], "/x"),
     "served_model_name": (["a", "b"], ("a", "b")), "chat_template": (["t"], "t"),
+    "trust_request_chat_template": ([], True),
     "enable_auto_tool_choice": (["--tool-call-parser", "hermes"], True),
     "tool_call_parser": (["mistral", "--enable-auto-tool-choice"], "mistral"),
     "max_body_bytes": (["1MiB"], 2**20), "max_prompts": (["2"], 2), "max_n": (["3"], 3),
@@ -98,3 +101,33 @@ def test_refusals_before_a_model_is_loaded(
 def test_no_key_is_an_argument_of_messages() -> None:
     source = inspect.getsource(__import__("octavo.server.keys", fromlist=["x"]))
     assert "{key}" not in source and "{key!r}" not in source and "{row}" not in source
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "template", "path"),
+    [
+        (SimpleNamespace(chat_template="t"), None, "/v1/chat/completions"),
+        (SimpleNamespace(chat_template=None), "t", "/v1/chat/completions"),
+        (SimpleNamespace(chat_template=None), None, "/v1/completions"),
+        (None, None, "/v1/completions"),
+    ],
+    ids=["own", "flag", "base model", "no tokenizer"],
+)
+def test_the_banners_example_can_be_answered(
+    tokenizer: Any, template: str | None, path: str, capsys: Any
+) -> None:
+    info = SimpleNamespace(num_blocks=4, bytes_per_block=1024, block_size=16, max_model_len=64)
+    state: Any = SimpleNamespace(
+        engine=SimpleNamespace(info=info, tokenizer=tokenizer), model_names=("m",),
+        chat_template=template, keys=SimpleNamespace(has_keys=False), config=ServeConfig(),
+    )  # fmt: skip
+    _banner(state, "http://127.0.0.1:1")
+    told = capsys.readouterr().out
+    assert f"try: curl http://127.0.0.1:1{path} " in told
+    assert "dashboard: http://127.0.0.1:1/dashboard" in told
+    body = CompletionRequest if path == "/v1/completions" else ChatRequest
+    body.model_validate_json(told.split("-d '")[1].removesuffix("'\n"))
+    state.config = ServeConfig(dashboard=False)
+    _banner(state, "unix:/s")
+    told = capsys.readouterr().out
+    assert "dashboard:" not in told and f"curl --unix-socket /s http://localhost{path} " in told

@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.server.config import ServeConfig
-from octavo.server.run import _template
+from octavo.server.run import _template, serve
 
 ROOT = "/behind/a/proxy"
 CASES: dict[str, str] = {
@@ -34,6 +36,7 @@ CASES: dict[str, str] = {
     "root_path": "test_config.py::test_a_proxys_path",
     "served_model_name": "test_config.py::test_names",
     "chat_template": "test_config.py::test_a_template_of_ones_own",
+    "trust_request_chat_template": "test_config.py::test_a_template_of_a_requests_own",
     "enable_auto_tool_choice": "test_config.py::test_calls_of_tools_are_looked_for",
     "tool_call_parser": "test_config.py::test_calls_of_tools_are_looked_for",
     "max_body_bytes": "test_config.py::test_max_body_bytes",
@@ -118,6 +121,7 @@ def flagged(launch: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         "--max-n", "2", "--max-output-tokens", "20", "--compat", "lenient", "--log-format", "json",
         "--log-requests", "--log-prompts", "--log-level", "info", "--slow-reader-timeout-s", "0.3",
         "--no-dashboard", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+        "--trust-request-chat-template",
     )  # fmt: skip
     server.url = server.url.replace("0.0.0.0", "127.0.0.1").removesuffix(ROOT)
     yield server
@@ -156,6 +160,39 @@ def test_names(flagged: Any) -> None:
 def test_a_template_of_ones_own(flagged: Any) -> None:
     body = {"messages": [{"role": "user", "content": "abc"}]}
     assert flagged.call("/tokenize", body).json["count"] == len("<abc>")
+
+
+def test_a_template_of_a_requests_own(flagged: Any, server: Any) -> None:
+    def told(template: str, where: Any = flagged, **more: Any) -> Any:
+        body = {"messages": [{"role": "user", "content": "abc"}], "chat_template": template}
+        return where.call("/tokenize", body | more)
+
+    assert told("{{ messages[0].content }}!").json["count"] == len("abc!")
+    twice = {"chat_template_kwargs": {"times": 2, "source": "a", "special_tokens": 1}}
+    assert told("{{ messages[0].content * times }}", **twice).json["count"] == len("abcabc")
+    for template, why in {
+        "{% for %}": "cannot be compiled",
+        "{{ raise_exception('no') }}": "refuses the messages: no",
+        "{{ 'x' * 3001 }}": "3,001 characters > 3,000",
+        "none_of_the_models": "no chat template called",
+    }.items():
+        refused = told(template)
+        assert refused.status == 400 and why in refused.error["message"]
+    client = openai.OpenAI(base_url=f"{flagged.url}/v1", api_key="none", max_retries=0)
+    answer = client.chat.completions.create(
+        model="first", messages=[{"role": "user", "content": "abc"}], max_tokens=2,
+        extra_body={"chat_template": "{{ messages[0].content }}?"},
+    )  # fmt: skip
+    assert answer.usage is not None and answer.usage.prompt_tokens == len("abc?")
+    refused = told("{{ messages[0].content }}", server)
+    assert refused.status == 400 and "--trust-request-chat-template" in refused.error["message"]
+
+
+@pytest.mark.parametrize("name", ["chat_template", "trust_request_chat_template"])
+def test_templates_need_a_tokenizer(name: str) -> None:
+    values: dict[str, Any] = {name: True if name.startswith("trust") else "t"}
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} has no effect"):
+        serve(EngineConfig(skip_tokenizer_init=True), ServeConfig(port=0, **values), environ={})
 
 
 def test_a_template_by_name_is_left_to_the_model_and_a_missing_file_is_not(tmp_path: Path) -> None:
@@ -233,6 +270,10 @@ def test_the_log(flagged: Any, server: Any) -> None:
     assert [line["message"] for line in mine] == ["prompt", "request"]
     assert mine[0]["prompt"] == "wxyz" and mine[1]["status"] == 200
     assert mine[1]["level"] == "info" and mine[1]["method"] == "POST"
+    every = [json.loads(line) for line in flagged.log().splitlines()]
+    (told,) = [line for line in every if "attention backend" in line["message"]]
+    assert told["process"] == "engine" and told["level"] == "info"
+    assert {line["process"] for line in every} == {"server", "engine"}
     server.complete(prompt="never logged")
     assert "never logged" not in server.log() and "/v1/completions" not in server.log()
 

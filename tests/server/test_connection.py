@@ -84,6 +84,25 @@ def test_what_is_no_chunked_body_is_sent(method: bytes, headers: list[Any]) -> N
     serve(app, talk)
 
 
+@pytest.mark.parametrize("told", [[], [(b"content-length", b"6")]], ids=["endless", "length"])
+@pytest.mark.parametrize("keep", [b"", b"Connection: keep-alive\r\n"], ids=["", "keep"])
+def test_who_knows_no_chunks_is_sent_none(told: list[Any], keep: bytes) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(START | {"headers": told})
+        assert not scope["extensions"][WRITE_EXTENSION](b"abc")
+        await send(body(b"abc"))
+        await send(body(b""))
+        await send(body(b"def", more=False))
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"GET / HTTP/1.0\r\n" + keep + b"\r\n")
+        head, _, rest = (await reader.read()).partition(b"\r\n\r\n")
+        assert rest == b"abcdef" and b"transfer-encoding" not in head.lower()
+        assert b"connection: close" in head.lower()
+
+    serve(app, talk)
+
+
 def test_a_client_that_reads_nothing_or_is_gone_is_not_written_to() -> None:
     found: list[int] = []
 

@@ -16,11 +16,13 @@ from octavo.errors import (
 from octavo.server import errors
 from octavo.server.errors import (
     anthropic_error_shape,
-    error_body,
+    code_of,
+    error_shape,
     headers_of,
     shape_for,
     status_of,
 )
+from octavo.server.openai.answer import ModelNotServedError
 
 
 def test_status_and_code() -> None:
@@ -33,23 +35,23 @@ def test_status_and_code() -> None:
         (StepFailedError("x", request_ids=[]), 500, "step_failed"),
         (NumericsError("x"), 500, "internal_error"),
         (KeyError("secret"), 500, "internal_error"),
-        (errors.NotServedError("x"), 404, "model_not_found"),
+        (ModelNotServedError("x"), 404, "model_not_found"),
         (errors.RateLimitError("x"), 429, "rate_limit_exceeded"),
         (errors.SlowBodyError("x"), 408, "slow_body"),
+        (errors.BodyEncodingError("x"), 415, "unsupported_encoding"),
     ):
-        found, body = error_body(error)
-        assert (found, body["error"]["code"]) == (status, code), error
+        assert (status_of(error), code_of(error)) == (status, code), error
+        assert error_shape(error)["error"]["code"] == code
 
 
 def test_a_parameter_is_named() -> None:
-    told = error_body(InvalidRequestError("n must", parameter="n"))[1]["error"]
+    told = error_shape(InvalidRequestError("n must", parameter="n"))["error"]
     expected = ("n must", "invalid_request_error", "n")
     assert (told["message"], told["type"], told["param"]) == expected
-    assert error_body(errors.NotServedError("x"))[1]["error"]["param"] == "model"
 
 
 def test_what_is_a_bug_tells_nothing() -> None:
-    assert "secret" not in error_body(KeyError("secret"))[1]["error"]["message"]
+    assert "secret" not in error_shape(KeyError("secret"))["error"]["message"]
 
 
 def test_headers() -> None:

@@ -11,10 +11,9 @@ import octavo
 
 def test_alive_ready_and_its_version(server: Any) -> None:
     assert server.call("/health").status == 200
-    assert server.call("/ready").json == {"status": "ok"}
-    for path in ("/health", "/ready"):
-        answer = server.call(path, method="HEAD")
-        assert (answer.status, answer.body) == (200, b"")
+    for path in ("/ready", "/ping"):
+        assert server.call(path).json == {"status": "ok"}
+    assert server.call("/ping", b"").status == 200, "SageMaker's has no body"
     assert server.call("/version").json == {"version": octavo.__version__}
 
 
@@ -31,7 +30,9 @@ def test_request_ids_are_honoured_when_sane(server: Any) -> None:
 
 
 def test_what_is_wrong_is_named(server: Any) -> None:
-    assert server.call("/nothing").status == 404
+    assert server.call("/nothing").error["message"] == "there is no GET /nothing"
+    root = server.call("/")
+    assert root.status == 404 and "/docs describes it" in root.error["message"]
     assert server.call("/v1/completions").status == 405
     answer = server.call("/v1/completions", b"{")
     assert answer.status == 400 and "JSON" in answer.error["message"]

@@ -38,7 +38,13 @@ def _part(**more: Any) -> list[dict[str, Any]]:
         (CHAT, {"messages": _part(zz=1)}, "messages.0.content.0.zz"),
         (CHAT, {"messages": SAID, "user": HALF}, "user"),
         (CHAT, {"messages": SAID, "metadata": {str(i): "" for i in range(65)}}, "metadata"),
+        (
+            CHAT,
+            {"messages": [SAID[0] | {"content": _part()[0]["content"] * 16385}]},
+            "messages.0.content",
+        ),
         ("/tokenize", {"messages": _part(text=HALF)}, "messages"),
+        ("/v1/responses", {"input": SAID * 1000}, "input"),
         ("/v1/responses", {"input": "a", "metadata": {"a": HALF}}, "metadata.a"),
         ("/v1/responses", {"input": [SAID[0] | {HALF: 1}]}, "input.0.\\ud800"),
         (COMPLETIONS, {"prompt": "a", "use_beam_search": True, "logprobs": 0}, "logprobs"),
@@ -51,6 +57,11 @@ def _part(**more: Any) -> list[dict[str, Any]]:
         (COMPLETIONS, {"prompt": "a", "stop": "a" * 1025}, "stop"),
         (COMPLETIONS, {"prompt": "a", "bad_words": ["a" * 1025]}, "bad_words.0"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+        (
+            COMPLETIONS,
+            {"prompt": "a", "logit_bias": {str(i): 1 for i in range(262145)}},
+            "logit_bias",
+        ),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
         (
             COMPLETIONS,
@@ -62,6 +73,14 @@ def _part(**more: Any) -> list[dict[str, Any]]:
 def test_a_refusal_names_the_field(server: Any, path: str, body: Any, param: str) -> None:
     answer = server.call(path, body)
     assert (answer.status, answer.error["param"]) == (400, param), answer.body
+
+
+def test_a_list_that_is_too_long_is_called_so(server: Any) -> None:
+    content = _part()[0]["content"] * 16385
+    refused = server.call(CHAT, {"messages": [SAID[0] | {"content": content}]})
+    assert "at most 16384 items" in refused.error["message"]
+    refused = server.call(COMPLETIONS, {"prompt": "a", "stop": ["a"] * 1025})
+    assert "at most 1024 items" in refused.error["message"]
 
 
 def test_anthropics_errors_are_whole_too(server: Any) -> None:
@@ -151,3 +170,26 @@ def test_tokens_without_a_limit_are_counted_when_they_have_come(start_server: An
     most_s = 60 + usage["prompt_tokens"]  # until there are enough for the prompt again
     passed_s = time.monotonic() - begin_s
     assert most_s - passed_s - 1 <= int(refused.headers["retry-after"]) <= most_s
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {"prompt": "a" * 400_000}, "prompt"),
+        (CHAT, {"messages": [SAID[0] | {"content": "a" * 400_000}]}, "messages"),
+        ("/v1/responses", {"input": "a" * 400_000}, "input"),
+        ("/v1/messages", {"messages": [SAID[0] | {"content": "a" * 400_000}]}, None),
+    ],
+    ids=["completions", "chat", "responses", "messages"],
+)
+def test_a_text_that_can_never_fit(server: Any, path: str, body: Any, param: str | None) -> None:
+    """Its beginning tells; who wants its end alone, or to count, has all of it cut."""
+    refused = server.call(path, {"max_tokens": 1, **body} if path != "/v1/responses" else body)
+    assert refused.status == 400 and "characters alone are" in refused.error["message"]
+    assert refused.error.get("param") == param
+    if path in (COMPLETIONS, CHAT):
+        short = {"max_tokens": 1, "truncate_prompt_tokens": 5}
+        assert server.call(path, body | short).json["usage"]["prompt_tokens"] == 5
+    if path == "/v1/messages":
+        counted = server.call("/v1/messages/count_tokens", body).json
+        assert counted["input_tokens"] >= 400_000

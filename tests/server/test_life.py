@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import os
@@ -11,6 +12,15 @@ import time
 from typing import Any
 
 import pytest
+
+from octavo.config import EngineConfig
+from octavo.engine.async_engine import AsyncEngine
+from octavo.server.config import ServeConfig
+from octavo.server.keys import load_keys
+from octavo.server.metrics import Metrics
+from octavo.server.middleware import Front
+from octavo.server.state import ServerState
+from octavo.stats import EngineStats
 
 
 def sent(server: Any, max_tokens: int = 240, n: int = 4) -> http.client.HTTPConnection:
@@ -142,3 +152,32 @@ def test_what_does_not_finish_in_time_is_cut_off(start_server: Any) -> None:
 def test_the_api_process_has_no_torch(server: Any) -> None:
     with open(f"/proc/{server.pid}/maps") as maps:
         assert "libtorch" not in maps.read()
+
+
+def test_what_has_not_begun_to_be_answered_is_told_of_the_end() -> None:
+    """Cancelled, when the server can wait no longer: while its body comes, or is looked at."""
+    sent: list[Any] = []
+    begun = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def main() -> None:
+        config, engine = ServeConfig(), AsyncEngine(EngineConfig())
+        state = ServerState(
+            config, engine, load_keys(config, {}), model_names=["m"],
+            metrics=Metrics("m", EngineStats),
+        )  # fmt: skip
+        scope = {"type": "http", "method": "POST", "path": "/ping", "headers": []}
+        task = asyncio.create_task(Front(app, state)(scope, asyncio.Event().wait, send))  # type: ignore[arg-type]
+        await begun.wait()
+        task.cancel()
+        await task
+
+    asyncio.run(main())
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    assert sent[0]["status"] == 503 and b"the server is shutting down" in sent[1]["body"]

@@ -114,7 +114,8 @@ def test_a_requests_times_and_costs(metrics: Metrics) -> None:
         num_cached_tokens=8,
         kv=RequestKVUsage(block_seconds=2.5),
     )  # fmt: skip
-    metrics.ended(output, n=2)
+    metrics.ended(output, [6, 4], 32)
+    metrics.ended(output, [6, 4], None)
     metrics.completion_ended("stop")
     metrics.completion_ended("length")
     metrics.news(4, 0.02)
@@ -126,15 +127,18 @@ def test_a_requests_times_and_costs(metrics: Metrics) -> None:
         "vllm:request_prefill_time_seconds": 0.5,
         "vllm:request_decode_time_seconds": 2.0,
         "vllm:request_inference_time_seconds": 2.5,
-        "vllm:request_time_per_output_token_seconds": 0.5,  # two samples of five tokens each
+        "vllm:request_time_per_output_token_seconds": 0.4,  # of the longest: 2 s over five gaps
         "vllm:request_prompt_tokens": 12,
         "vllm:request_generation_tokens": 10,
+        "vllm:request_max_num_generation_tokens": 6,
         "vllm:request_params_n": 2,
         "octavo:request_kv_block_seconds": 2.5,
         "octavo:request_cached_tokens": 8,
     }.items():
-        assert found[f"{name}_count", ""] == 1, name
-        assert found[f"{name}_sum", ""] == pytest.approx(value), name
+        assert found[f"{name}_count", ""] == 2, name
+        assert found[f"{name}_sum", ""] == pytest.approx(2 * value), name
+    assert found["vllm:request_params_max_tokens_count", ""] == 1
+    assert found["vllm:request_params_max_tokens_sum", ""] == 32
     assert found["vllm:request_success_total", "finished_reason=stop"] == 1
     assert found["vllm:inter_token_latency_seconds_count", ""] == 4
     assert found["vllm:inter_token_latency_seconds_sum", ""] == pytest.approx(0.02)
@@ -214,13 +218,18 @@ def test_a_real_server_is_scraped(server: Any) -> None:
             found += sum(s.value for s in family.samples if s.name == name)
         return found
 
-    before = {name: value(name) for name in (GENERATED, SUCCESS, TTFT)}
+    longest = "vllm:request_max_num_generation_tokens_sum"
+    before = {name: value(name) for name in (GENERATED, SUCCESS, TTFT, longest)}
     assert server.complete(5).status == 200
     assert server.complete(-1).status == 400
     server.until(lambda: value(GENERATED) == before[GENERATED] + 5)
     assert value(SUCCESS) == before[SUCCESS] + 1
+    assert value(longest) == before[longest] + 5
     assert value(TTFT) == before[TTFT] + 1
     assert value("octavo:engine_up") == 1
     assert value("octavo:requests_in_flight") == 0
     assert value("vllm:num_requests_running") == 0
     assert value("octavo:requests_refused_total") >= 1
+    for stream in (False, True):
+        assert server.complete(3, n=2, stream=stream).status == 200
+    assert value(longest) == before[longest] + 5 + 3 + 3

@@ -105,9 +105,9 @@ def test_text_survives_the_round_trip(folder: Any) -> None:
 def test_single_tokens(folder: Any) -> None:
     tokenizer = load_tokenizer(folder(tokenizer_config=NAMES))
     assert tokenizer.id_to_token(1) == "</s>" and tokenizer.token_to_id("</s>") == 1
-    assert tokenizer.is_special(1) and not tokenizer.is_special(50)
+    assert 1 in tokenizer.special_ids and 50 not in tokenizer.special_ids
     for outside in (-1, tokenizer.vocab_size, 10**9):
-        assert tokenizer.id_to_token(outside) is None and not tokenizer.is_special(outside)
+        assert tokenizer.id_to_token(outside) is None and outside not in tokenizer.special_ids
     assert tokenizer.decode([50, 10**9, -1]) == tokenizer.decode([50])
     assert tokenizer.decode([]) == ""
 

@@ -62,6 +62,11 @@ PUBLISHED: dict[str, list[Any]] = {
 }
 
 
+# the letters that DeepSeek's files list, by a few of each kind and their neighbours
+_LETTERS_LISTED = "µÖƺϿԯꙀꞇꞎꭰﬓ𐐀𞤀"
+_LETTERS_NOT_LISTED = "ªƻʔաꞑꬰ𝐀"
+
+
 def reference(pre: str) -> Tokenizer:
     """A trained byte-level BPE with the published pre-tokenizer of a family."""
     backend = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
@@ -125,10 +130,30 @@ def split(pre: str, text: str) -> list[str]:
         ("falcon", "a+b 1234", ["a", "+", "b", " ", "123", "4"]),
         ("tekken", "helloWORLD 12", ["hello", "WORLD", " ", "1", "2"]),
         ("gpt-4o", "HTTPServer's 1234", ["HTTPServer's", " ", "123", "4"]),
+        (
+            "deepseek-llm",
+            "Hi, x=123\n\n 你a",
+            ["Hi", ",", " x", "=", "123", "\n", "\n", " ", "你", "a"],
+        ),
+        ("deepseek-coder", "f(x+12) 你", ["f", "(", "x", "+", "1", "2", ")", " ", "你"]),
+        (
+            "deepseek-v3",
+            "it's 1234 カナ (x)\n",
+            ["it", "'s", " ", "123", "4", " ", "カナ", " (", "x", ")\n"],
+        ),
+        ("seed-coder", "a 12 !!\n", ["a", " ", "1", "2", " !!", "\n"]),
     ],
 )
 def test_split_rules(pre: str, text: str, words: list[str]) -> None:
     assert split(pre, text) == words
+
+
+def test_letters_of_deepseek() -> None:
+    """Listed ones stay together, with a space before them; others stand apart from it."""
+    for letter in _LETTERS_LISTED:
+        assert split("deepseek-llm", f"{letter}{letter} {letter}") == [letter * 2, f" {letter}"]
+    for letter in _LETTERS_NOT_LISTED:
+        assert f" {letter}" not in split("deepseek-llm", f"{letter}{letter} {letter}")
 
 
 def test_flags_for_start_and_end(tmp_path: Path) -> None:
@@ -150,7 +175,7 @@ def test_user_defined_tokens_are_found_whole_but_are_text(tmp_path: Path) -> Non
     metadata["token_type"] = [*metadata["token_type"], USER_DEFINED, NORMAL]
     tool = metadata["tokens"].index("<tool>")
     tokenizer = load_gguf_tokenizer(write(tmp_path / "x.gguf", metadata))
-    assert tokenizer.encode("a<tool>")[-1] == tool and not tokenizer.is_special(tool)
+    assert tokenizer.encode("a<tool>")[-1] == tool and tool not in tokenizer.special_ids
     assert tokenizer.decode([tool]) == "<tool>"
 
 

@@ -87,7 +87,7 @@ def test_tokens_of_other_files_keep_their_ids(folder: Folder) -> None:
     tokenizer = load_tokenizer(path)
     assert tokenizer.vocab_size == size + 4
     assert tokenizer.encode("<extra><|im_end|>", False) == [size, size + 3]
-    assert tokenizer.is_special(size + 3) and not tokenizer.is_special(size)
+    assert size + 3 in tokenizer.special_ids and size not in tokenizer.special_ids
     assert tokenizer.eos_token_ids == (size + 3,)
     assert tokenizer.chat_template == "{{ messages }}"
 

@@ -26,15 +26,16 @@ class Percentiles:
         ordered = sorted(values)
         return cls(
             mean=sum(ordered) / len(ordered),
-            p50=_quantile(ordered, 0.5),
-            p90=_quantile(ordered, 0.9),
-            p99=_quantile(ordered, 0.99),
+            p50=quantile(ordered, 0.5),
+            p90=quantile(ordered, 0.9),
+            p99=quantile(ordered, 0.99),
             max=ordered[-1],
         )
 
 
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    """By linear interpolation between neighbours, as numpy's default does."""
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The value below which this share (0 to 1) of them lie, by linear interpolation between
+    neighbours, as numpy's default does."""
     place = share * (len(ordered) - 1)
     low = int(place)
     high = min(low + 1, len(ordered) - 1)

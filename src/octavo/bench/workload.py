@@ -22,6 +22,8 @@ class Sample:
     output_len: int
     arrival_s: float | None = None
     """When it came, where that was recorded."""
+    text: str | None = None
+    """What the ids are the tokens of, where it was a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     plain = path.name.removesuffix(".gz")
     if not plain.endswith((".csv", ".jsonl")):
         raise InvalidRequestError(
-            f"--dataset {path} must be a .csv or .jsonl file, .gz or not", parameter="dataset"
+            f"{path} must be a .csv or .jsonl file, .gz or not", parameter="dataset"
         )
     try:
         with (gzip.open if path.name.endswith(".gz") else open)(path, "rt", encoding="utf-8") as f:
@@ -154,7 +156,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield from ((n, json.loads(line)) for n, line in enumerate(f, 1) if line.strip())
     except OSError as error:
         raise InvalidRequestError(
-            f"cannot read --dataset {path}: {error.strerror or error}", parameter="dataset"
+            f"cannot read {path}: {error.strerror or error}", parameter="dataset"
         ) from None
     except ValueError as error:
         raise InvalidRequestError(f"{path}: {error}", parameter="dataset") from None

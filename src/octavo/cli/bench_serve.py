@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from octavo.bench.serve.times import METRICS, parse_metrics, parse_shares
 from octavo.cli.flags import flags, parse
 from octavo.cli.start import note
 from octavo.errors import ConfigError, InvalidRequestError
+from octavo.util import flag_name
 
 if TYPE_CHECKING:
     from octavo.bench.serve.client import Timeline
@@ -21,6 +24,15 @@ if TYPE_CHECKING:
     from octavo.bench.serve.prompts import Tokenizer
     from octavo.bench.serve.result import ServeResult
     from octavo.bench.workload import Sample
+
+DatasetName = Literal["random", "sharegpt", "custom", "lengths"]
+_TEXTS = ("sharegpt", "custom")
+_OF_FILES = (*_TEXTS, "lengths")
+_OF_DATASET = {
+    "random_input_len": "random", "random_output_len": "random", "random_range_ratio": "random",
+    "sharegpt_output_len": "sharegpt", "custom_output_len": "custom",
+}  # fmt: skip
+"""Flags that only one kind of dataset knows."""
 
 
 @flags
@@ -45,10 +57,17 @@ class Serve:
     """More headers, each as name=value."""
     extra_body: str = "{}"
     """JSON object: more fields of each request."""
-    dataset: Path | None = None
-    """Lengths or prompts from a .csv or .jsonl file (.gz or not): rows with input_tokens and
-    output_tokens, or with prompt_ids and max_tokens; arrival_s for --request-rate trace. By
-    default, random lengths."""
+    dataset_name: DatasetName = "random"
+    """random: random words. The others need --dataset-path. sharegpt: first turns of ShareGPT's
+    conversations (JSON), of those lengths that vLLM's benchmark takes; custom: rows (.jsonl) with
+    prompt, a text, and output_tokens; lengths: rows (.csv or .jsonl, .gz or not) with input_tokens
+    and output_tokens, or with prompt_ids and max_tokens, and arrival_s for --request-rate trace."""
+    dataset_path: Path | None = None
+    """File of the dataset."""
+    sharegpt_output_len: int | None = None
+    """Tokens to ask for; by default as many as the recorded answer has."""
+    custom_output_len: int | None = None
+    """Tokens to ask for; by default output_tokens of the row, or 256."""
     num_prompts: int = 100
     """How many requests."""
     random_input_len: int = 160
@@ -59,8 +78,9 @@ class Serve:
     """Random lengths are up to this share shorter or longer than the mean."""
     max_model_len: int = 4096
     """Rows of the dataset longer than this, prompt and output together, are left out."""
-    prompt_kind: str = "ids"
-    """ids: prompts are sent as token ids; text: as text of as many tokens."""
+    prompt_kind: Literal["ids", "text"] | None = None
+    """ids: prompts are sent as token ids; text: as text of as many tokens. By default text to chat
+    and of sharegpt and custom, else ids."""
     request_rate: str = "inf"
     """Requests a second; inf: all at once; trace: when the dataset says."""
     burstiness: float = 1.0
@@ -80,16 +100,28 @@ class Serve:
     """Wait so long for the server to be ready."""
     timeout_s: float | None = None
     """Longest time for one answer."""
+    max_retries: int = 0
+    """How often a request that is refused for the time being (HTTP 429 or 503) is sent again, after
+    the seconds of its Retry-After; its times count from when it was first sent. By default it is
+    not, and counts as an error."""
     goodput: list[str] | None = None
     """Count requests that met limits in milliseconds, such as ttft:500 tpot:50 e2el:9000."""
+    percentile_metrics: str = ",".join(METRICS)
+    """Which times to show, with commas between them: ttft, tpot, itl (between chunks), e2el."""
+    metric_percentiles: str = "50,90,99"
+    """Which percentiles of them."""
     max_errors: int | None = None
     """Exit status 1 if more requests than this failed."""
     seed: int = 0
     """Of lengths, prompts and arrivals."""
     label: str = ""
     """Name of this run in comparisons."""
-    save_result: Path | None = None
-    """File for the result, as JSON."""
+    save_result: bool = False
+    """Save the result as JSON, with the names of vLLM's benchmark, too."""
+    result_dir: Path | None = None
+    """Folder to save it in; by default the current one."""
+    result_filename: str | None = None
+    """Name of the file; by default one of label, rate, concurrency, model and time."""
     plot: Path | None = None
     """File for a picture of the times (.svg, .png)."""
     json: bool = False
@@ -106,9 +138,11 @@ def main(prog: str, argv: Sequence[str]) -> int:
 
         print(compare(args.compare))
         return 0
+    metrics = parse_metrics(args.percentile_metrics)
+    _check(args)
     with asyncio.Runner(loop_factory=_fast_loop()) as runner:
         result = runner.run(_measure(args))
-    print(result)
+    print(result.text(metrics))
     _keep(args, result)
     num_failed = result.num_requests - result.num_completed
     too_many = args.max_errors is not None and num_failed > args.max_errors
@@ -132,19 +166,16 @@ async def _measure(args: Serve) -> ServeResult:
     from octavo.bench.serve.prompts import in_words, make_jobs, word_ids
     from octavo.bench.serve.result import parse_slo, summarize
 
-    slo = parse_slo(args.goodput or ())
-    if args.prompt_kind not in ("ids", "text"):
-        raise ConfigError(f"--prompt-kind must be ids or text, got {args.prompt_kind!r}")
-    if args.max_concurrency is not None and args.max_concurrency < 1:
-        raise ConfigError(f"--max-concurrency must be at least 1, got {args.max_concurrency}")
+    slo, shares = parse_slo(args.goodput or ()), parse_shares(args.metric_percentiles)
     target = Target(
         base_url=args.base_url, endpoint=args.endpoint, model=args.model, headers=_headers(args),
-        timeout_s=args.timeout_s,
+        timeout_s=args.timeout_s, max_retries=args.max_retries,
     )  # fmt: skip
     model = await wait_ready(target, args.ready_check_timeout_sec, tell=note)
     tokenizer = _tokenizer(args.tokenizer or model)
     about, samples = _samples(args, tokenizer)
-    samples = in_words(samples, word_ids(tokenizer), args.seed)
+    if args.dataset_name not in _TEXTS:
+        samples = in_words(samples, word_ids(tokenizer), args.seed)
     is_trace = args.request_rate == "trace"
     if is_trace:
         arrivals = trace_arrivals([sample.arrival_s for sample in samples], args.trace_speed)
@@ -152,7 +183,7 @@ async def _measure(args: Serve) -> ServeResult:
         arrivals = random_arrivals(len(samples), _rate(args), args.burstiness, args.seed)
     jobs = make_jobs(
         samples, arrivals, endpoint=args.endpoint, model=model, ignore_eos=args.ignore_eos,
-        temperature=args.temperature, tokenizer=tokenizer if args.prompt_kind == "text" else None,
+        temperature=args.temperature, tokenizer=tokenizer if _is_text(args) else None,
         extra_body=_extra_body(args),
     )  # fmt: skip
     await _warm_up(target, jobs[: args.num_warmups])
@@ -165,7 +196,7 @@ async def _measure(args: Serve) -> ServeResult:
         lines = await run_load(target, jobs, max_concurrency=args.max_concurrency, on_end=ended)
     return summarize(
         lines, label=args.label, base_url=args.base_url, model=model, workload=about,
-        load=_load(args), slo=slo, settings=_settings(args),
+        load=_load(args), slo=slo, settings=_settings(args), shares=shares,
     )  # fmt: skip
 
 
@@ -182,20 +213,53 @@ async def _warm_up(target: Target, jobs: Sequence[Any]) -> None:
         )
 
 
+def _check(args: Serve) -> None:
+    """Refuse what cannot be measured, and flags that would have no effect."""
+    if args.max_concurrency is not None and args.max_concurrency < 1:
+        raise ConfigError(f"--max-concurrency must be at least 1, got {args.max_concurrency}")
+    if args.max_retries < 0:
+        raise ConfigError(f"--max-retries must be at least 0, got {args.max_retries}")
+    name, path = args.dataset_name, args.dataset_path
+    if name == "random" and path is not None:
+        others = ", ".join(_OF_FILES)
+        raise ConfigError(f"--dataset-path {path} needs --dataset-name: one of {others}")
+    if name != "random" and path is None:
+        raise ConfigError(f"--dataset-name {name} needs --dataset-path")
+    for flag, owner in _OF_DATASET.items():
+        if name != owner and getattr(args, flag) != getattr(Serve, flag):
+            raise ConfigError(
+                f"{flag_name(flag)} is for --dataset-name {owner}, and this is {name}: drop one"
+            )
+    for flag in ("result_dir", "result_filename"):
+        if getattr(args, flag) is not None and not args.save_result:
+            raise ConfigError(f"{flag_name(flag)} needs --save-result")
+
+
+def _is_text(args: Serve) -> bool:
+    """Whether prompts are sent as text."""
+    if args.prompt_kind is not None:
+        return args.prompt_kind == "text"
+    return args.dataset_name in _TEXTS or args.endpoint.endswith("/chat/completions")
+
+
 def _samples(args: Serve, tokenizer: Tokenizer) -> tuple[str, list[Sample]]:
+    from octavo.bench.serve.datasets import read_texts
     from octavo.bench.workload import random_workload, read_workload
 
-    if args.dataset is None:
+    name, path = args.dataset_name, args.dataset_path
+    limits: dict[str, Any] = {"max_model_len": args.max_model_len, "seed": args.seed}
+    if path is None:
         load = random_workload(
             args.num_prompts, args.random_input_len, args.random_output_len,
-            args.random_range_ratio, vocab_size=tokenizer.vocab_size,
-            max_model_len=args.max_model_len, seed=args.seed,
+            args.random_range_ratio, vocab_size=tokenizer.vocab_size, **limits,
         )  # fmt: skip
+    elif name == "sharegpt" or name == "custom":
+        output_len = args.sharegpt_output_len if name == "sharegpt" else args.custom_output_len
+        load = read_texts(name, path, args.num_prompts, tokenizer, output_len=output_len, **limits)
     else:
         load = read_workload(
-            args.dataset, args.num_prompts, vocab_size=tokenizer.vocab_size,
-            max_model_len=args.max_model_len, seed=args.seed,
-            in_order=args.request_rate == "trace",
+            path, args.num_prompts, vocab_size=tokenizer.vocab_size,
+            in_order=args.request_rate == "trace", **limits,
         )  # fmt: skip
     if load.num_too_long:
         note(f"{load.num_too_long:,} rows are longer than --max-model-len and left out")
@@ -251,7 +315,7 @@ def _settings(args: Serve) -> dict[str, Any]:
     """What would have to be the same for another run to be comparable."""
     names = (
         "endpoint", "prompt_kind", "ignore_eos", "temperature", "seed", "num_warmups", "extra_body",
-        "timeout_s",
+        "timeout_s", "max_retries",
     )  # fmt: skip
     return {name: getattr(args, name) for name in names}
 
@@ -268,11 +332,31 @@ def _load(args: Serve) -> str:
 
 
 def _keep(args: Serve, result: ServeResult) -> None:
-    from octavo.bench.serve.plots import plot, save
+    from octavo.bench.serve.plots import plot
+    from octavo.bench.serve.saved import file_name, save
 
-    if args.save_result is not None:
-        save(result, args.save_result)
+    if args.save_result:
+        name = args.result_filename or file_name(
+            args.label, args.request_rate, args.max_concurrency, result.model
+        )
+        path = (args.result_dir or Path()) / name
+        save(result, path, _about(args, result))
+        note(f"saved as {path}")
     if args.plot is not None:
         plot([result], args.plot)
     if args.json:
         print(json.dumps(result.as_dict()))
+
+
+def _about(args: Serve, result: ServeResult) -> dict[str, Any]:
+    """How a result was made, as vLLM's benchmark tells it."""
+    rate: float | str = args.request_rate
+    if rate != "trace":
+        rate = "inf" if math.isinf(_rate(args)) else _rate(args)
+    return {
+        "backend": "openai-chat" if args.endpoint.endswith("/chat/completions") else "openai",
+        "tokenizer_id": args.tokenizer or result.model,
+        "request_rate": rate,
+        "burstiness": args.burstiness,
+        "max_concurrency": args.max_concurrency,
+    }

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import sys
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -11,9 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from octavo.cli.flags import EngineFlags, ServeFlags, flags, parse
-from octavo.cli.start import note
-from octavo.config import EngineConfig
-from octavo.errors import ConfigError
+from octavo.cli.start import note, with_model
 from octavo.util import human_bytes
 
 if TYPE_CHECKING:
@@ -39,11 +36,7 @@ class Serve:
 def main(prog: str, argv: Sequence[str]) -> int:
     """Run the command until a signal ends it."""
     args = parse(Serve, prog, argv)
-    config, serve_config = args.engine.config(), args.serve.config()
-    if args.served is not None:
-        if config.model != EngineConfig().model:
-            raise ConfigError("the model is given twice: as an argument, or with --model")
-        config = dataclasses.replace(config, model=args.served)
+    config, serve_config = with_model(args.engine.config(), args.served), args.serve.config()
     from octavo.engine.models import RichProgress
     from octavo.server.run import Hooks, serve
 
@@ -60,14 +53,23 @@ def _banner(state: ServerState, url: str) -> None:
     if url.startswith("unix:"):
         socket, base = f"--unix-socket {url.removeprefix('unix:')} ", "http://localhost"
     key = "-H 'Authorization: Bearer KEY' " if state.keys.has_keys else ""
-    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    path, body = _example(state)
+    dashboard = f"  dashboard: {url}/dashboard\n" if state.config.dashboard and not socket else ""
     print(
         f"octavo serves {name} at {url}\n"
         f"  KV pool {pool}: {info.num_blocks} blocks of {info.block_size} tokens; context "
-        f"{info.max_model_len} tokens\n"
-        f"  try: curl {socket}{base}/v1/chat/completions {key}-H 'Content-Type: application/json' "
-        f"-d '{body}'",
+        f"{info.max_model_len} tokens\n{dashboard}"
+        f"  try: curl {socket}{base}{path} {key}-H 'Content-Type: application/json' -d '{body}'",
         flush=True,
     )
-    if state.config.insecure and not state.config.is_loopback and not state.keys.has_keys:
-        print("octavo: anyone who can reach this address can use it", file=sys.stderr)
+
+
+def _example(state: ServerState) -> tuple[str, str]:
+    """A path and a body that the model can answer."""
+    tokenizer, asked = state.engine.tokenizer, {"model": state.model_names[0]}
+    if tokenizer is None:
+        return "/v1/completions", json.dumps(asked | {"prompt": [1, 2, 3]})
+    if state.chat_template is None and tokenizer.chat_template is None:
+        return "/v1/completions", json.dumps(asked | {"prompt": "Hello"})
+    message = {"role": "user", "content": "Hello"}
+    return "/v1/chat/completions", json.dumps(asked | {"messages": [message]})

@@ -16,14 +16,14 @@ from weakref import WeakValueDictionary
 from octavo.config import EngineConfig
 from octavo.engine.arguments import check_priority
 from octavo.engine.input import InputProcessor, Params, Prompt, check_streamable
-from octavo.engine.output import OutputKind, OutputProcessor
+from octavo.engine.output import OutputProcessor
 from octavo.engine.remote import wire
 from octavo.engine.remote.life import EngineLife, error_of
 from octavo.engine.remote.options import EngineInfo, EngineOptions, EngineState
 from octavo.engine.remote.streams import OutputStream
 from octavo.engine.remote.text import TextSide
 from octavo.errors import EngineDeadError, InvalidRequestError, OctavoError, StepFailedError
-from octavo.outputs import RequestKVUsage, RequestMetrics, RequestOutput
+from octavo.outputs import OutputKind, RequestKVUsage, RequestMetrics, RequestOutput
 from octavo.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -170,9 +170,15 @@ class AsyncEngine(EngineLife):
             raise EngineDeadError(f"the engine is not ready: {self.why_not_ready}")
         return self._text
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; a long text is cut in another thread, so that others are not held up."""
-        return await self._texts.encode(text, add_special_tokens)
+    async def encode(
+        self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None
+    ) -> list[int]:
+        """Token ids; a long text is cut in another thread, so that others are not held up.
+
+        max_tokens: raise `RequestCapacityError` for one that is sure to have many more, without
+        cutting all of it.
+        """
+        return await self._texts.encode(text, add_special_tokens, max_tokens=max_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of token ids."""
@@ -185,15 +191,18 @@ class AsyncEngine(EngineLife):
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        max_tokens: int | None = None,
         **variables: Any,
     ) -> list[int]:
-        """A conversation as token ids, through the model's template or the given one. Raises
-        `InvalidRequestError` for messages that it refuses, `TokenizerError` without a template."""
+        """A conversation as token ids, through the model's template or the given one. max_tokens:
+        as of `encode`. Raises `InvalidRequestError` for messages that it refuses, `TokenizerError`
+        without a template."""
         return await self._texts.chat_prompt(
             messages,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            max_tokens=max_tokens,
             **variables,
         )
 

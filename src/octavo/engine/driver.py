@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 
 from octavo.engine.engine import Engine
 from octavo.engine.input import Params, Prompt
-from octavo.engine.output import OutputKind
 from octavo.errors import StepFailedError
-from octavo.outputs import RequestOutput
+from octavo.outputs import OutputKind, RequestOutput
 
 
 class Driver:

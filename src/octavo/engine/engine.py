@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from octavo.engine.core import EngineCore
 from octavo.engine.input import InputProcessor, Params, Prompt, check_streamable
-from octavo.engine.output import OutputKind, OutputProcessor, needs_end_only
+from octavo.engine.output import OutputProcessor, needs_end_only
 from octavo.errors import CapacityError, InvalidRequestError
-from octavo.outputs import RequestOutput
+from octavo.outputs import OutputKind, RequestOutput
 
 
 class Engine:

@@ -28,6 +28,8 @@ from octavo.server.middleware import Front, path_of
 from octavo.server.state import ServerState, state_of
 
 logger = logging.getLogger("octavo.server")
+_AT_ROOT = ": the API begins with /v1, /docs describes it, and /dashboard shows the memory"
+"""For who opens the server in a browser."""
 
 
 class MethodError(RefusedError):
@@ -111,13 +113,13 @@ def _is_kind(part: object) -> bool:
 
 
 def _telling(errors: Sequence[Any]) -> dict[str, Any]:
-    """Of the first wrong field the error that got furthest: a list's wrong item, not that the list
-    is no text."""
+    """Of the first wrong field the error that got furthest: a list's wrong item, or its length, not
+    that the list is no text."""
     if not errors:
         return {"msg": "invalid", "loc": ()}
     field = errors[0]["loc"][:2]
-    found = max((e for e in errors if e["loc"][:2] == field), key=lambda e: len(e["loc"]))
-    return dict(found)
+    of_field = (error for error in errors if error["loc"][:2] == field)
+    return dict(max(of_field, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type"))))
 
 
 def _is_json(request: Request) -> bool:
@@ -132,7 +134,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if isinstance(cause, OctavoError):  # raised while the body was read
         return _answer(request, cause)
     if error.status_code == 404:
-        told: OctavoError = NotFoundError(f"there is no {request.method} {path_of(request.scope)}")
+        path = path_of(request.scope)
+        hint = _AT_ROOT if path == "/" else ""
+        told: OctavoError = NotFoundError(f"there is no {request.method} {path}{hint}")
     elif error.status_code == 405:
         told = MethodError(f"{request.method} is not allowed here")
     else:

@@ -13,9 +13,8 @@ from fastapi import Request
 
 from octavo.engine.async_engine import OutputStream
 from octavo.engine.input import Params, Prompt
-from octavo.engine.output import OutputKind
 from octavo.errors import InvalidRequestError, OctavoError
-from octavo.outputs import RequestOutput
+from octavo.outputs import OutputKind, RequestOutput
 from octavo.request import SamplingParams
 from octavo.server.errors import AbortedError, RequestTimeoutError
 from octavo.server.keys import Client
@@ -173,7 +172,7 @@ class Call:
         self._streams.pop(request_id, None)
         state.limits.ended(self.client, watch.num_unused_tokens)
         if watch.last is not None:
-            state.metrics.ended(watch.last, watch.num_completions)
+            state.metrics.ended(watch.last, watch.num_tokens_each, watch.max_tokens)
             for completion in watch.last.outputs:
                 state.metrics.completion_ended(str(completion.finish_reason or "stop"))
         else:
@@ -224,7 +223,8 @@ class _Watch:
 
     def __init__(self, call: Call, stream: OutputStream, params: Params, size: int) -> None:
         self._call, self.stream = call, stream
-        self.num_completions = _num_completions(params)
+        self.num_tokens_each = [0] * _num_completions(params)
+        self.max_tokens = params.max_tokens
         self.last: RequestOutput | None = None
         self._num_asked, self._num_made = size, 0
         self._news = call._state.metrics.news
@@ -234,7 +234,9 @@ class _Watch:
         """News; of a stream of differences also the time since those before."""
         num = 0
         for completion in output.outputs:
-            num += len(completion.token_ids)
+            num_new = len(completion.token_ids)
+            self.num_tokens_each[completion.index] += num_new
+            num += num_new
         now = time.monotonic()
         if not self._num_made:
             self._num_made = len(output.prompt_token_ids)

@@ -33,8 +33,8 @@ class ServeConfig:
     """Keys that clients must have one of; better given by OCTAVO_API_KEY (several with commas) or
     --api-key-file, as other users see a process's arguments."""
     api_key_file: str | None = None
-    """File of keys: one a line, or a JSON list of objects with key, name, requests_per_minute,
-    tokens_per_minute, kv_share and max_concurrent."""
+    """File of keys: one a line, or a JSON list of objects with "key", "name",
+    "requests_per_minute", "tokens_per_minute", "kv_share" and "max_concurrent"."""
     admin_key: str | None = None
     """Key for the admin endpoints (or OCTAVO_ADMIN_KEY). Without one they answer only this machine,
     and only where the server listens on a loopback address."""
@@ -53,6 +53,9 @@ class ServeConfig:
     chat_template: str | None = None
     """File with a Jinja chat template, or the name of one of the model's, to use instead of its
     usual one."""
+    trust_request_chat_template: bool = False
+    """Render templates that requests bring as "chat_template": in a process of their own, with
+    limits on time, memory and what they write."""
     enable_auto_tool_choice: bool = False
     """Find the model's calls of tools in its answers (tool_choice auto); needs --tool-call-parser.
     """
@@ -93,7 +96,7 @@ class ServeConfig:
     dashboard: bool = True
     """Show the memory live at /dashboard."""
     log_format: Literal["text", "json"] = "text"
-    """Log lines for people, or JSON objects."""
+    """Log lines for people, or JSON objects; of both processes."""
     log_requests: bool = False
     """A log line for each request: method, path, status, time, client."""
     log_prompts: bool = False

@@ -54,25 +54,28 @@ class NotFoundError(RefusedError):
     status, kind, code = 404, "invalid_request_error", "not_found"
 
 
-class NotServedError(RefusedError):
-    """A model that is not here."""
-
-    status, kind, code = 404, "invalid_request_error", "model_not_found"
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, parameter="model")
-
-
 class BodyTooLargeError(RefusedError):
     """The rest of the body is not read."""
 
     status, code, is_closing = 413, "body_too_large", True
 
 
+class BodyEncodingError(RefusedError):
+    """The body is compressed; it is not read."""
+
+    status, code, is_closing = 415, "unsupported_encoding", True
+
+
 class SlowBodyError(RefusedError):
     """The client has stopped sending in the midst of its request."""
 
     status, code, is_closing = 408, "slow_body", True
+
+
+class ClientGoneError(RefusedError):
+    """The client left before its answer was begun. nginx's status for it, which logs show."""
+
+    status, code = 499, "client_gone"
 
 
 class RateLimitError(RefusedError):
@@ -172,14 +175,10 @@ def error_shape(error: BaseException) -> dict[str, Any]:
     }
 
 
-def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
-    """Status and OpenAI's error object."""
-    return status_of(error), error_shape(error)
-
-
 _ANTHROPIC = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
     404: "not_found_error", 408: "invalid_request_error", 413: "request_too_large",
+    415: "invalid_request_error", 499: "invalid_request_error",
     429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
 

@@ -13,7 +13,6 @@ router = APIRouter(tags=["health"])
 _CODES: dict[int | str, dict[str, Any]] = {503: {"description": "It is not; the body says why"}}
 
 
-@router.head("/health", include_in_schema=False)  # what some load balancers ask with
 @router.get("/health", summary="Is the server alive", responses=_CODES)
 async def health(request: Request) -> Response:
     """200 while the model loads and while requests are answered, drained or not; 503 while the
@@ -21,7 +20,13 @@ async def health(request: Request) -> Response:
     return _told(state_of(request).life.why_not_alive)
 
 
-@router.head("/ready", include_in_schema=False)
+@router.post("/ping", include_in_schema=False)
+@router.get("/ping", summary="As /health, by the name that SageMaker asks for", responses=_CODES)
+async def ping(request: Request) -> Response:
+    """See /health."""
+    return await health(request)
+
+
 @router.get("/ready", summary="Does the server take requests", responses=_CODES)
 async def ready(request: Request) -> Response:
     """503 while it starts, drains, or its engine is being started again: send requests elsewhere

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -122,8 +122,10 @@ class Metrics:
 
     # -- what the server tells
 
-    def ended(self, output: RequestOutput, n: int) -> None:
-        """A request has got its last output. n: completions asked for."""
+    def ended(
+        self, output: RequestOutput, num_tokens_each: Sequence[int], max_tokens: int | None
+    ) -> None:
+        """A request has got its last output. num_tokens_each: of its completions."""
         times, observe = output.metrics, self._observe
         queue_s, ttft_s, e2e_s = times.queue_s, times.ttft_s, times.e2e_s
         for name, seconds in (
@@ -139,13 +141,15 @@ class Metrics:
             observe("vllm:request_prefill_time_seconds", first - begun)
             observe("vllm:request_decode_time_seconds", last - first)
             observe("vllm:request_inference_time_seconds", last - begun)
-            num_gaps = max(len(o.token_ids) for o in output.outputs) - 1 if output.outputs else 0
-            num_gaps = max(num_gaps, num_tokens // max(1, n) - 1)
+            num_gaps = max(num_tokens_each) - 1
             if num_gaps > 0:
                 observe("vllm:request_time_per_output_token_seconds", (last - first) / num_gaps)
         observe("vllm:request_prompt_tokens", len(output.prompt_token_ids))
         observe("vllm:request_generation_tokens", num_tokens)
-        observe("vllm:request_params_n", n)
+        observe("vllm:request_max_num_generation_tokens", max(num_tokens_each))
+        observe("vllm:request_params_n", len(num_tokens_each))
+        if max_tokens is not None:
+            observe("vllm:request_params_max_tokens", max_tokens)
         observe("octavo:request_kv_block_seconds", output.kv.block_seconds)
         observe("octavo:request_cached_tokens", output.num_cached_tokens)
 

@@ -19,7 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from octavo.dashboard.app import COOKIE, DATA
 from octavo.server.calls import CALL, LABELS, Call
 from octavo.server.errors import (
+    AbortedError,
     AuthenticationError,
+    BodyEncodingError,
     BodyTooLargeError,
     ForbiddenError,
     SlowBodyError,
@@ -34,7 +36,7 @@ from octavo.server.logs import log, logger
 if TYPE_CHECKING:
     from octavo.server.state import ServerState
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/version"})
 """Need no key and are answered at any time."""
 _DOCS = frozenset({"/openapi.json", "/docs", "/redoc", "/docs/oauth2-redirect"})
 """Answered at any time, too; as all else, only with a key."""
@@ -57,7 +59,10 @@ class Front:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        seen = _Seen(self._state, scope, receive, send)
+        is_head = scope["method"] == "HEAD"
+        if is_head:  # what GET answers, without the body
+            scope = {**scope, "method": "GET"}
+        seen = _Seen(self._state, scope, receive, send, is_head=is_head)
         try:
             client = _check(self._state, scope, seen.path, seen.header)
             traceparent = seen.header(b"traceparent") if self._state.tracer is not None else None
@@ -65,10 +70,14 @@ class Front:
             call = scope[CALL] = Call(self._state, seen.request_id, client, parent)
             seen.client = client
             try:
-                seen.check_length()
+                seen.check_body()
                 await self._app(scope, seen.receive, seen.send)
             finally:
                 call.close()
+        except asyncio.CancelledError:  # the server ends while a body comes, or is looked at
+            if seen.status:
+                raise
+            await seen.refuse(AbortedError("the server is shutting down"))
         except Exception as error:
             if status_of(error) == 500:
                 logger.exception("request %s failed", seen.request_id)
@@ -82,8 +91,11 @@ class Front:
 class _Seen:
     """One HTTP request on its way through."""
 
-    def __init__(self, state: ServerState, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(
+        self, state: ServerState, scope: Scope, receive: Receive, send: Send, *, is_head: bool
+    ) -> None:
         self._state, self._scope, self._receive, self._send = state, scope, receive, send
+        self._is_head = is_head
         self._headers: list[tuple[bytes, bytes]] = scope["headers"]
         self.path = path_of(scope)
         given = self.header(b"x-request-id")
@@ -103,8 +115,11 @@ class _Seen:
                 return value
         return None
 
-    def check_length(self) -> None:
-        """Refuse a body whose length is told, before any of it is read."""
+    def check_body(self) -> None:
+        """Refuse a body that is told to be too large, or compressed, before any of it is read."""
+        encoding = (self.header(b"content-encoding") or b"identity").decode("latin-1")
+        if encoding.lower() != "identity":
+            raise BodyEncodingError(f"content-encoding {encoding!r:.40}: send plain JSON")
         length = self.header(b"content-length")
         if length is not None and length.isdigit() and int(length) > self._limit:
             raise self._too_large(int(length))
@@ -134,14 +149,19 @@ class _Seen:
         return message
 
     async def send(self, message: Message) -> None:
-        """Adds to the head; all else passes."""
+        """Adds to the head; all else passes, unless the head alone was asked for: then the client
+        has all of it, and the endpoint is told that it is gone."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
             if self._state.life.is_leaving:
                 headers.append((b"connection", b"close"))
             message["headers"] = headers
+        elif self._is_head:
+            return
         await self._send(message)
+        if self._is_head:
+            await self._send({"type": "http.response.body", "body": b""})
 
     async def refuse(self, error: BaseException) -> None:
         """Answer with an error."""
@@ -152,7 +172,7 @@ class _Seen:
         start = {"type": "http.response.start", "status": status_of(error), "headers": raw}
         self._state.metrics.refused(code_of(error) or "invalid_value")
         await self.send(start)
-        await self._send({"type": "http.response.body", "body": body})
+        await self.send({"type": "http.response.body", "body": body})
 
     def end(self) -> None:
         """Tell those who measure and log."""
@@ -162,7 +182,8 @@ class _Seen:
         if self._state.config.log_requests:
             seconds = time.monotonic() - self._begin_s
             log(
-                logging.INFO, "request", request_id=self.request_id, method=self._scope["method"],
+                logging.INFO, "request", request_id=self.request_id,
+                method="HEAD" if self._is_head else self._scope["method"],
                 path=self.path, status=self.status, seconds=round(seconds, 4),
                 client=self.client.name if self.client is not None else "",
                 **self._scope.get(LABELS, {}),

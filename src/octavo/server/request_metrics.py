@@ -92,6 +92,20 @@ REQUEST_METRICS = (
         buckets=_LENGTHS,
     ),
     Metric(
+        name="vllm:request_max_num_generation_tokens",
+        kind="histogram",
+        help="Tokens of a request's longest completion.",
+        formula="most tokens of one of its samples, of each request that ended",
+        buckets=_LENGTHS,
+    ),
+    Metric(
+        name="vllm:request_params_max_tokens",
+        kind="histogram",
+        help="Tokens asked for at most.",
+        formula="`max_tokens` of each request that ended and had one",
+        buckets=_LENGTHS,
+    ),
+    Metric(
         name="vllm:request_params_n",
         kind="histogram",
         help="Completions asked for.",

@@ -8,7 +8,6 @@ import dataclasses
 import errno
 import logging
 import os
-import re
 import resource
 import signal
 import socket
@@ -24,6 +23,7 @@ import uvicorn
 
 from octavo.config import EngineConfig
 from octavo.engine.async_engine import AsyncEngine, EngineOptions, EngineState
+from octavo.engine.remote.renderer import is_template_name
 from octavo.errors import ConfigError, InvalidRequestError
 from octavo.server.app import create_app
 from octavo.server.config import ServeConfig
@@ -35,6 +35,7 @@ from octavo.server.metrics import Metrics
 from octavo.server.routers import routers
 from octavo.server.state import ServerState
 from octavo.server.tracing import Tracer
+from octavo.util import flag_name
 
 if TYPE_CHECKING:
     from octavo.engine.models import RichProgress
@@ -75,10 +76,16 @@ def serve(
     keys = load_keys(config, os.environ if environ is None else environ)
     _check_exposure(config, keys)
     template = _template(config)
-    if template is not None and engine.skip_tokenizer_init:
-        raise ConfigError("--chat-template has no effect with --skip-tokenizer-init: drop one")
+    if engine.skip_tokenizer_init:
+        for name in ("chat_template", "trust_request_chat_template"):
+            if getattr(config, name):
+                raise ConfigError(
+                    f"{flag_name(name)} has no effect with --skip-tokenizer-init: drop one"
+                )
     with contextlib.closing(_listen(config)) as sock:
         set_up_logs(config)
+        if not (config.is_loopback or keys.has_keys):
+            logger.warning("there is no API key: anyone who can reach %s can use it", config.host)
         _raise_file_limit()
         hooks = Hooks() if hooks is None else hooks
         main = _main(engine, config, keys, template, sock, hooks)
@@ -100,7 +107,7 @@ def _template(config: ServeConfig) -> str | None:
     try:
         return Path(config.chat_template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        if isinstance(error, FileNotFoundError) and re.fullmatch(r"[\w-]+", config.chat_template):
+        if isinstance(error, FileNotFoundError) and is_template_name(config.chat_template):
             return config.chat_template  # the name of one of the model's: known when it is loaded
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(
@@ -182,6 +189,7 @@ async def _main(
         step_timeout_s=config.step_timeout_s,
         max_restarts=config.max_restarts,
         log_level=config.log_level.upper(),
+        log_format=config.log_format,
     )
     engine = AsyncEngine(engine_config, options=options)
     names = config.served_model_name or (engine_config.model,)
@@ -225,6 +233,8 @@ async def _main(
         starting.cancel()
         with contextlib.suppress(BaseException):
             await starting
+        if state.renderer is not None:
+            await state.renderer.close()
         await engine.close()
         http.should_exit = True
         await serving

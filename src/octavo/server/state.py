@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 from fastapi import Request
 
 from octavo.engine.async_engine import AsyncEngine
+from octavo.engine.remote.renderer import Renderer
 from octavo.server.config import ServeConfig
 from octavo.server.keys import KeyRing
 from octavo.server.life import Life
@@ -41,6 +42,10 @@ class ServerState:
         self.metrics = metrics
         self.tracer = tracer
         """Makes a span of each request; None: nobody wants them."""
+        self.renderer: Renderer | None = None
+        """Renders templates that requests bring; None: they may bring none."""
+        if config.trust_request_chat_template:
+            self.renderer = Renderer(config.max_body_bytes)
         self.limits = Limiter(config)
         self.life = Life(engine)
         self.calls: dict[str, Call] = {}

@@ -150,7 +150,8 @@ def chat_template(
         raise TokenizerError(
             "the model has no chat template"
             + (f" called {DEFAULT_TEMPLATE!r} (it has {others})" if others else "")
-            + ": use generate() with a plain prompt, pass chat_template, or take an instruct model"
+            + ": use generate() or /v1/completions with a plain prompt, pass chat_template, or "
+            "take an instruct model"
         )
     return ChatTemplate(source, tokenizer.special_tokens)
 

@@ -39,6 +39,22 @@ _CASED = (
     r"|%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_CASED_LETTERS = (
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{560}-\x{588}\x{10c7}-\x{10ff}\x{1c80}-\x{1c8a}\x{2d00}-\x{2d2d}"
+    r"\x{a790}-\x{a7ff}\x{ab30}-\x{ab6f}\x{10570}-\x{105bf}\x{10d50}-\x{10d85}"
+    r"\x{16e40}-\x{16e7f}\x{1d400}-\x{1d7ff}\x{1df00}-\x{1dfff}]]+"
+)
+"""What DeepSeek's tokenizer lists one by one."""
+_MARKS = r"\s?[!-/:-~\x{ff01}-\x{ff0f}\x{ff1a}-\x{ff5e}\x{2018}-\x{201f}\x{3000}-\x{3002}]+"
+_EAST_ASIAN = r"[\x{4e00}-\x{9fa5}\x{0800}-\x{4e00}\x{ac00}-\x{d7ff}]+"
+_SEED = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 _DEFAULT_IDS = {
@@ -82,6 +98,15 @@ _PRE_TOKENIZERS: dict[str, _Pre] = {
     "falcon": _Pre((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
     "tekken": _Pre((_CASED % ("", "", r"\p{N}"),), add_bos=True, ignore_merges=True),
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
+    "deepseek-llm": _Pre(
+        (r"[\r\n]", r"\s?" + _CASED_LETTERS, _MARKS, r"\s+$", _EAST_ASIAN, r"\p{N}+")
+    ),
+    "deepseek-coder": _Pre((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}")),
+    **dict.fromkeys(
+        ("deepseek-v3", "hunyuan-dense"),
+        _Pre((r"\p{N}{1,3}", r"[\x{4e00}-\x{9fa5}\x{3040}-\x{30ff}]+", _DEEPSEEK3)),
+    ),
+    "seed-coder": _Pre((_SEED,)),
 }
 """`tokenizer.ggml.pre` -> how to split."""
 

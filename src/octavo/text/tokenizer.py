@@ -26,6 +26,9 @@ from octavo.text.folder_files import (
 if TYPE_CHECKING:
     import tokenizers
 
+LONG_TEXT = 8_192
+"""Characters, or tokens, from which on a text is worth another thread: some 2 ms."""
+
 
 class Tokenizer(Protocol):
     """What the engine and the server need of a tokenizer."""
@@ -70,9 +73,6 @@ class Tokenizer(Protocol):
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary spells it; None when there is none."""
-
-    def is_special(self, token_id: int) -> bool:
-        """Whether `skip_special_tokens` leaves the token out."""
 
 
 class FastTokenizer:
@@ -123,7 +123,7 @@ class FastTokenizer:
         """See `Tokenizer`."""
         by_backend = add_special_tokens and not self._own_ends
         try:
-            ids = self._backend.encode(text, add_special_tokens=by_backend).ids
+            ids = self._encode(text, by_backend)
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidRequestError(
                 "the prompt is not valid Unicode text (half of a surrogate pair, or bytes that are "
@@ -134,6 +134,14 @@ class FastTokenizer:
             return self._prefix + ids + self._suffix
         return ids
 
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """A long one without the interpreter's lock, which the backend lets go of for lists only:
+        with it, another thread would hold up all others as well."""
+        if len(text) <= LONG_TEXT:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        (found,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return found.ids
+
     def decode(
         self,
         ids: Sequence[int],
@@ -143,6 +151,9 @@ class FastTokenizer:
         """See `Tokenizer`."""
         known = [i for i in ids if 0 <= i < self.vocab_size]
         if spaces_between_special_tokens or skip_special_tokens:
+            if len(known) > LONG_TEXT:  # as in `_encode`
+                (text,) = self._backend.decode_batch([known], skip_special_tokens)
+                return text
             return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
         # the decoder puts no space before the first token it is given
         starts = [0, *self._after_added(known), len(known)]
@@ -161,10 +172,6 @@ class FastTokenizer:
     def token_to_id(self, token: str) -> int | None:
         """See `Tokenizer`."""
         return self._backend.token_to_id(token)
-
-    def is_special(self, token_id: int) -> bool:
-        """See `Tokenizer`."""
-        return token_id in self.special_ids
 
 
 def load_tokenizer(source: str | Path) -> Tokenizer:

@@ -17,7 +17,6 @@ from remote_support import NULL, config_of, run, until, whole
 from octavo import LLM
 from octavo.config import EngineConfig
 from octavo.engine.async_engine import AsyncEngine, EngineState
-from octavo.engine.output import OutputKind
 from octavo.engine.remote.process import EngineProcess
 from octavo.engine.remote.streams import OutputStream
 from octavo.errors import (
@@ -28,7 +27,7 @@ from octavo.errors import (
     RequestCapacityError,
     StepFailedError,
 )
-from octavo.outputs import PositionLogprobs, RequestOutput
+from octavo.outputs import OutputKind, PositionLogprobs, RequestOutput
 from octavo.request import BeamSearchParams, SamplingParams
 
 Logprobs = Sequence[PositionLogprobs | None] | None

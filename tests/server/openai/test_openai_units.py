@@ -13,6 +13,8 @@ from octavo.errors import InvalidRequestError
 from octavo.outputs import Logprob
 from octavo.request import BeamSearchParams, SamplingParams
 from octavo.server.anthropic.protocol import CountTokensRequest
+from octavo.server.errors import ClientGoneError
+from octavo.server.openai.collect import while_there
 from octavo.server.openai.extras import IGNORED_HEADER, ignored_fields
 from octavo.server.openai.logprobs import (
     CompletionLogprobs,
@@ -170,8 +172,9 @@ class Encoder:
     """Puts 1 before a text and 2 behind it."""
 
     info: ClassVar = SimpleNamespace(max_model_len=8)
+    tokenizer: ClassVar = SimpleNamespace(chat_template=None, chat_templates={})
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    async def encode(self, text: str, add_special_tokens: bool, **_: Any) -> list[int]:
         ids = [ord(c) for c in text]
         return [1, *ids, 2] if add_special_tokens else ids
 
@@ -179,19 +182,63 @@ class Encoder:
         assert messages == HI and variables.pop("enable_thinking", None) in (None, True)
         assert variables == {
             "chat_template": "own", "add_generation_prompt": True, "continue_final_message": False,
+            "max_tokens": 8,
         }  # fmt: skip
         return [7, 8]
 
 
+async def stays() -> Any:
+    await asyncio.Future()
+
+
+async def leaves() -> Any:
+    await asyncio.sleep(0.01)
+    return {"type": "http.disconnect"}
+
+
+def test_work_is_cancelled_when_its_client_leaves() -> None:
+    ended = []
+
+    async def work(seconds: float) -> str:
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            ended.append(seconds)
+            raise
+        return "done"
+
+    async def fails() -> str:
+        raise InvalidRequestError("no")
+
+    async def main() -> None:
+        assert await while_there(stays, work(0.001)) == "done"
+        with pytest.raises(InvalidRequestError):
+            await while_there(stays, fails())
+        with pytest.raises(ClientGoneError):
+            await while_there(leaves, work(60))
+        asked = asyncio.create_task(while_there(stays, work(61)))
+        await asyncio.sleep(0.001)
+        asked.cancel()
+        await asyncio.wait([asked])
+        await asyncio.sleep(0)
+        assert asked.cancelled() and len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())
+    assert ended == [60, 61]
+
+
 class State:
-    engine, chat_template = Encoder(), "own"
+    engine, renderer = Encoder(), None
+
+    def __init__(self, chat_template: str | None = "own") -> None:
+        self.chat_template = chat_template
 
 
 def test_special_tokens_go_around_what_the_template_wrote() -> None:
     def ids(**fields: Any) -> list[int]:
         body = chat(**fields)
         state: Any = State()
-        return asyncio.run(chat_ids(state, body, body.messages))
+        return asyncio.run(chat_ids(state, body, body.messages, receive=stays))
 
     assert ids() == [7, 8]
     assert ids(add_special_tokens=True) == [1, 7, 8, 2]
@@ -200,6 +247,12 @@ def test_special_tokens_go_around_what_the_template_wrote() -> None:
         ids(chat_template_kwargs={"messages": []})
     with pytest.raises(InvalidRequestError, match="templates"):
         ids(chat_template="{{ 1 }}")
+
+
+def test_a_model_without_a_template_is_sent_plain_prompts() -> None:
+    body, state = chat(), State(chat_template=None)
+    with pytest.raises(InvalidRequestError, match=r"/v1/completions.*--chat-template"):
+        asyncio.run(chat_ids(state, body, body.messages, receive=stays))  # type: ignore[arg-type]
 
 
 class Vocabulary:

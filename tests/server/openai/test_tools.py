@@ -15,10 +15,9 @@ import pytest
 
 from octavo.config import EngineConfig
 from octavo.engine.async_engine import AsyncEngine, EngineInfo, EngineState
-from octavo.engine.output import OutputKind
 from octavo.engine.remote.streams import OutputStream
 from octavo.engine.remote.text import TextSide
-from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.outputs import CompletionOutput, OutputKind, RequestOutput
 from octavo.request import FinishReason
 from octavo.server.app import create_app
 from octavo.server.config import ServeConfig

@@ -13,11 +13,16 @@ import msgspec
 
 _DATA = b"data:"
 _DONE = b"[DONE]"
+_NOT_NOW = (429, 503)
+_PATIENCE_S = 1.0
+"""Before a request is sent again, where the server does not say when; doubled each time."""
+_MOST_PATIENCE_S = 60.0
 
 
 @dataclass(slots=True)
 class Timeline:
-    """What a client saw of a request. Times are seconds of one monotonic clock."""
+    """What a client saw of a request. Times are seconds of one monotonic clock, from when it was
+    first sent."""
 
     scheduled_s: float
     """When it should have been sent."""
@@ -33,6 +38,8 @@ class Timeline:
     """Whether the server told the number of tokens."""
     num_asked: int = 0
     """Tokens that were asked for."""
+    num_retries: int = 0
+    """How often it was refused for the time being, and sent again."""
     error: str | None = None
     """What went wrong, as a short word; None: nothing."""
 
@@ -96,9 +103,12 @@ class Client:
         *,
         headers: dict[str, str] | None = None,
         timeout_s: float | None = None,
+        max_retries: int = 0,
     ) -> None:
-        """url: the whole of it, up to `/completions`. timeout_s: for one answer."""
+        """url: the whole of it, up to `/completions`. timeout_s: for one answer. max_retries: how
+        often a request that is refused for the time being (429, 503) is sent again."""
         self._url, self._headers, self._timeout_s = url, headers or {}, timeout_s
+        self._max_retries = max_retries
         self._decode = msgspec.json.Decoder(_Chunk).decode
         self._session: aiohttp.ClientSession | None = None
 
@@ -120,12 +130,9 @@ class Client:
         assert self._session is not None, "the client is not open"
         line.sent_s = time.monotonic()
         try:
-            async with self._session.post(self._url, json=body) as response:
-                if response.status != 200:
-                    line.error = f"HTTP {response.status}"
-                    await response.read()
-                else:
-                    await self._read(response.content, line)
+            while (wait_s := await self._send(self._session, body, line)) is not None:
+                await asyncio.sleep(wait_s)
+                line.num_retries += 1
         except TimeoutError:
             line.error = "timeout"
         except (aiohttp.ClientError, ConnectionError, msgspec.DecodeError) as error:
@@ -138,6 +145,20 @@ class Client:
             if not line.is_counted:
                 line.num_output = len(line.chunk_s)
         return line
+
+    async def _send(
+        self, session: aiohttp.ClientSession, body: dict[str, Any], line: Timeline
+    ) -> float | None:
+        """Once; in how many seconds to send it again, None: not."""
+        async with session.post(self._url, json=body) as response:
+            if response.status == 200:
+                await self._read(response.content, line)
+                return None
+            await response.read()
+            if response.status in _NOT_NOW and line.num_retries < self._max_retries:
+                return _wait_s(response.headers.get("retry-after"), line.num_retries)
+            line.error = f"HTTP {response.status}"
+            return None
 
     async def _read(self, content: aiohttp.StreamReader, line: Timeline) -> None:
         rest, is_done = b"", False  # by the end mark, or a finish reason: some send only that
@@ -170,3 +191,14 @@ class Client:
                     line.chunk_s.append(now_s)
                     break
         return is_whole
+
+
+def _wait_s(retry_after: str | None, num_retries: int) -> float:
+    """As the server says, if it says a number of seconds."""
+    try:
+        wait_s = float(retry_after or "")
+    except ValueError:
+        wait_s = -1.0
+    if not wait_s >= 0:
+        wait_s = _PATIENCE_S * 2 ** min(num_retries, 6)
+    return min(wait_s, _MOST_PATIENCE_S)

@@ -26,6 +26,8 @@ class Target:
     """None: the first that the server has."""
     headers: dict[str, str]
     timeout_s: float | None = None
+    max_retries: int = 0
+    """How often a request that is refused for the time being is sent again."""
 
     @property
     def url(self) -> str:
@@ -113,5 +115,8 @@ async def run_load(
         on_end(line)
         return line
 
-    async with Client(target.url, headers=target.headers, timeout_s=target.timeout_s) as client:
+    async with Client(
+        target.url, headers=target.headers, timeout_s=target.timeout_s,
+        max_retries=target.max_retries,
+    ) as client:  # fmt: skip
         return list(await asyncio.gather(*(one(client, job) for job in jobs)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,10 +34,5 @@ def plot(results: Sequence[ServeResult], path: Path) -> None:
         axes.legend(fontsize="small")
     try:
         figure.savefig(path)
-    except ValueError as error:
-        raise ConfigError(f"--plot {path}: {error}") from None
-
-
-def save(result: ServeResult, path: Path) -> None:
-    """The result as JSON, for `--compare`."""
-    path.write_text(json.dumps(result.as_dict(), indent=1) + "\n", encoding="utf-8")
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"--plot {path}: {getattr(error, 'strerror', None) or error}") from None

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from octavo.bench.serve.datasets import Encoder
 from octavo.bench.serve.load import Job
 from octavo.bench.workload import Sample
 from octavo.errors import ConfigError
@@ -14,7 +15,7 @@ from octavo.errors import ConfigError
 _FEWEST_WORDS = 100
 
 
-class Tokenizer(Protocol):
+class Tokenizer(Encoder, Protocol):
     """What prompts are made with."""
 
     vocab_size: int
@@ -74,7 +75,7 @@ def make_jobs(
     jobs = []
     for sample, at_s in zip(samples, arrivals, strict=True):
         ids = sample.prompt_token_ids
-        prompt: Any = ids if tokenizer is None else tokenizer.decode(ids)
+        prompt: Any = ids if tokenizer is None else sample.text or tokenizer.decode(ids)
         body: dict[str, Any] = {
             "model": model,
             "max_tokens": sample.output_len,

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from octavo.bench.report import Percentiles, times_table
 from octavo.bench.serve.client import Timeline
+from octavo.bench.serve.times import METRICS, Times, times_of, times_table
 from octavo.errors import InvalidRequestError
 
 _LATE_S = 0.05
@@ -41,15 +41,17 @@ class ServeResult:
     is_counted: bool
     """Whether the server told numbers of tokens; else chunks were counted."""
     tokens_per_chunk: float
-    ttft_s: Percentiles | None
-    tpot_s: Percentiles | None
-    itl_s: Percentiles | None
+    ttft_s: Times | None
+    tpot_s: Times | None
+    itl_s: Times | None
     """Gaps between chunks, as clients saw them."""
-    e2e_s: Percentiles | None
+    e2e_s: Times | None
     mean_concurrency: float
     """Requests under way, over time."""
     num_late: int
     """Requests that the generator itself sent too late."""
+    num_retried: int = 0
+    """Requests that were refused and sent again, once or more."""
     num_good: int | None = None
     """Requests that met the goal; None: there was none."""
     slo: dict[str, float] = field(default_factory=dict)
@@ -71,11 +73,19 @@ class ServeResult:
             rates["goodput_per_s"] = self.num_good / seconds
         return rates
 
+    @property
+    def times(self) -> dict[str, Times | None]:
+        """By the names of `METRICS`."""
+        return {
+            "ttft": self.ttft_s, "tpot": self.tpot_s, "itl": self.itl_s, "e2el": self.e2e_s,
+        }  # fmt: skip
+
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain values."""
         return asdict(self) | self.rates
 
-    def __str__(self) -> str:
+    def text(self, metrics: Sequence[str] = tuple(METRICS)) -> str:
+        """For people. metrics: which times to show."""
         rates = self.rates
         lines = [
             f"{self.workload} to {self.base_url} ({self.model}), {self.load}",
@@ -91,12 +101,7 @@ class ServeResult:
         if self.num_good is not None:
             goal = ", ".join(f"{name} {limit:g} ms" for name, limit in self.slo.items())
             lines.append(f"{'goodput, requests/s':24}{rates['goodput_per_s']:>10,.2f}  ({goal})")
-        rows = {
-            "time to first token": self.ttft_s,
-            "time per output token": self.tpot_s,
-            "between chunks": self.itl_s,
-            "whole request": self.e2e_s,
-        }
+        rows = {title: self.times[name] for name, title in METRICS.items() if name in metrics}
         lines += ["", times_table(rows), *self._remarks()]
         return "\n".join(lines)
 
@@ -105,6 +110,11 @@ class ServeResult:
         if self.errors:
             told = ", ".join(f"{name} x {num:,}" for name, num in sorted(self.errors.items()))
             remarks.append(f"errors: {told}")
+        if self.num_retried:
+            remarks.append(
+                f"{self.num_retried:,} requests were refused at first and sent again, which their "
+                "times include (--max-retries)"
+            )
         if not self.is_counted and self.num_completed:
             remarks.append("the server does not tell numbers of tokens: chunks were counted")
         if self.num_wrong_length:
@@ -132,8 +142,10 @@ def summarize(
     load: str,
     slo: dict[str, float],
     settings: dict[str, Any] | None = None,
+    shares: Sequence[float] = (50, 90, 99),
 ) -> ServeResult:
-    """What timelines of one load amount to. slo: milliseconds by `SLO_NAMES`."""
+    """What timelines of one load amount to. slo: milliseconds by `SLO_NAMES`. shares: percentiles
+    of the times."""
     done = [line for line in lines if line.error is None]
     begun_s = min((line.sent_s for line in lines), default=0.0)
     elapsed_s = max((line.ended_s for line in lines), default=0.0) - begun_s
@@ -159,12 +171,13 @@ def summarize(
         ),
         is_counted=all(line.is_counted for line in done),
         tokens_per_chunk=num_output / num_chunks if num_chunks else 0.0,
-        ttft_s=Percentiles.of(ttfts),
-        tpot_s=Percentiles.of(tpots),
-        itl_s=Percentiles.of([gap for line in done for gap in line.itl_s]),
-        e2e_s=Percentiles.of([line.e2e_s for line in done]),
+        ttft_s=times_of(ttfts, shares),
+        tpot_s=times_of(tpots, shares),
+        itl_s=times_of([gap for line in done for gap in line.itl_s], shares),
+        e2e_s=times_of([line.e2e_s for line in done], shares),
         mean_concurrency=sum(line.e2e_s for line in lines) / max(elapsed_s, 1e-9),
         num_late=sum(line.sent_s - line.scheduled_s > _LATE_S for line in lines),
+        num_retried=sum(line.num_retries > 0 for line in lines),
         num_good=sum(_is_good(line, slo) for line in done) if slo else None,
         slo=slo,
         ttfts_s=tuple(ttfts),

@@ -100,8 +100,10 @@ class EngineLife:
         return self._info
 
     async def _start_process(self) -> None:
-        level, options = self._options.log_level, self._options
-        process = EngineProcess(self._take, self._process_ended, level)
+        options = self._options
+        process = EngineProcess(
+            self._take, self._process_ended, options.log_level, options.log_format
+        )
         self._process = process
         self._ready = asyncio.get_running_loop().create_future()
         self._last_words = ""

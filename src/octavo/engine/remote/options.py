@@ -8,6 +8,7 @@ from typing import Any
 
 from octavo.arch import ModelArch
 from octavo.config import EngineConfig
+from octavo.engine.remote.log_lines import LogFormat
 
 
 class EngineState(StrEnum):
@@ -37,6 +38,8 @@ class EngineOptions:
     build: str = "octavo.engine.build:build_engine"
     """`module:function` that makes a `BuiltEngine` of a configuration and a progress, there."""
     log_level: str = "WARNING"
+    log_format: LogFormat = "text"
+    """Of its lines on stderr."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import zmq
 
 from octavo.engine.remote import wire
+from octavo.engine.remote.log_lines import LogFormat
 
 logger = logging.getLogger("octavo")
 
@@ -34,9 +35,10 @@ class EngineProcess:
         on_message: Callable[[wire.FromEngine], None],
         on_exit: Callable[[str], None],
         log_level: str = "WARNING",
+        log_format: LogFormat = "text",
     ) -> None:
         self._on_message, self._on_exit = on_message, on_exit
-        self._log_level = log_level
+        self._log_flags = log_level, log_format
         self._folder = tempfile.mkdtemp(prefix="octavo-")
         self._context = zmq.Context()
         self._to_engine, self._from_engine = (self._socket(k) for k in (zmq.PUSH, zmq.PULL))
@@ -78,7 +80,7 @@ class EngineProcess:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "octavo.engine.remote.worker",
             f"ipc://{self._folder}/in", f"ipc://{self._folder}/out", str(os.getpid()),
-            self._log_level,
+            *self._log_flags,
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip

@@ -63,7 +63,7 @@ class Questions:
             raise InvalidRequestError(
                 f"level must be one of {known}, got {level!r}", parameter="level"
             )
-        logging.getLogger().setLevel(level)
+        logging.getLogger("octavo").setLevel(level)
 
     def _block_info(self, block_id: int) -> dict[str, Any]:
         num_blocks = self._core.kv.num_blocks

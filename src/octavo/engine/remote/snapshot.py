@@ -61,8 +61,8 @@ def stats_of(built: BuiltEngine) -> EngineStats:
             "from_disk": cache.promotions_from_disk,
         },
         step_seconds_total=core.history.step_seconds,
-        client_tokens_total=scheduler.roster.client_service(),
-        client_blocks=scheduler.roster.client_blocks(),
+        client_tokens_total=scheduler.roster.clients.service(),
+        client_blocks=scheduler.roster.clients.blocks(),
         process_bytes=process_bytes(),
     )
 

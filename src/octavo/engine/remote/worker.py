@@ -1,6 +1,6 @@
 """The engine's process: takes messages, steps, and tells what came of it.
 
-    python -m octavo.engine.remote.worker IN OUT PARENT_PID
+    python -m octavo.engine.remote.worker IN OUT PARENT_PID LOG_LEVEL LOG_FORMAT
 
 One thread, so that nothing happens between two lines of a decision. While there is work messages
 are looked for between steps and never waited for. The process lives as long as its parent.
@@ -17,13 +17,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import zmq
 
 from octavo.config import EngineConfig
 from octavo.engine.remote import wire
 from octavo.engine.remote.leaks import LeakCheck
+from octavo.engine.remote.log_lines import LogFormat, set_up_logging
 from octavo.engine.remote.questions import Questions
 from octavo.engine.remote.snapshot import about, stats_of
 from octavo.errors import EngineDeadError, InvalidRequestError, OctavoError, StepFailedError
@@ -315,13 +316,12 @@ def _end_with_parent(parent_pid: int) -> None:
 
 def main(argv: list[str]) -> int:
     """Run the process; returns its exit status."""
-    into, out, parent_pid, log_level = argv
+    into, out, parent_pid, log_level, log_format = argv
     _end_with_parent(int(parent_pid))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # told to a whole group: the parent drains first
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    form = "%(asctime)s %(levelname)s %(name)s[engine]: %(message)s"
-    logging.basicConfig(level=log_level, format=form)
+    set_up_logging(log_level, cast("LogFormat", log_format), "engine")
     context = zmq.Context()
     inbox, outbox_socket = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for socket in (inbox, outbox_socket):

@@ -6,16 +6,17 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from octavo.engine.output import OutputKind
+from octavo.outputs import OutputKind
 from octavo.request import SamplingParams
 from octavo.server.anthropic import replies
 from octavo.server.anthropic.answer import Answer, MessageEvents
-from octavo.server.anthropic.prompt import prompt_ids
+from octavo.server.anthropic.prompt import messages_of, prompt_ids
 from octavo.server.anthropic.protocol import (
     ConversationFields,
     CountTokensRequest,
     MessagesRequest,
 )
+from octavo.server.bodies import BodyRoute, in_turn
 from octavo.server.calls import Call, call_of
 from octavo.server.openai.answer import check_model, naming, note, stream_response, whole_response
 from octavo.server.openai.extras import ignored_fields, ignored_header
@@ -24,7 +25,7 @@ from octavo.server.openai.usage import Usage
 from octavo.server.parts import PartReader
 from octavo.server.state import state_of
 
-router = APIRouter(tags=["Anthropic"])
+router = APIRouter(tags=["Anthropic"], route_class=BodyRoute)
 _PLAIN = ("temperature", "top_p", "top_k", "seed", "ignore_eos")
 """Fields that are `SamplingParams` fields of the same name and meaning."""
 
@@ -42,7 +43,8 @@ async def create_message(
     state = state_of(request)
     note(request, user=None if body.metadata is None else body.metadata.user_id)
     model = check_model(state, body.model)
-    token_ids, headers = await _prompt(body, request)
+    most = state.engine.info.max_model_len
+    token_ids, headers = await _prompt(body, request, max_tokens=most)
     check_fits(state.engine, len(token_ids), body.max_tokens, "messages")
     with naming("messages", stop="stop_sequences"):
         streams = await call.submit(
@@ -72,18 +74,21 @@ async def count_tokens(
 ) -> dict[str, int]:
     """The tokens of the prompt that /v1/messages would make of it."""
     check_model(state_of(request), body.model)
-    token_ids, headers = await _prompt(body, request)
+    token_ids, headers = await _prompt(body, request, max_tokens=None)
     response.headers.update(headers)
     return {"input_tokens": len(token_ids)}
 
 
-async def _prompt(body: ConversationFields, request: Request) -> tuple[list[int], dict[str, str]]:
+async def _prompt(
+    body: ConversationFields, request: Request, *, max_tokens: int | None
+) -> tuple[list[int], dict[str, str]]:
     """And response headers that name what is ignored."""
     state = state_of(request)
     is_lenient = state.config.compat == "lenient"
-    headers = ignored_fields(body, is_lenient=is_lenient)
+    headers = await in_turn(request, ignored_fields, body, is_lenient=is_lenient)
     reader = PartReader(is_lenient=is_lenient)
-    token_ids = await prompt_ids(state, reader, body)
+    messages = await in_turn(request, messages_of, reader, body)
+    token_ids = await prompt_ids(state, messages, max_tokens=max_tokens)
     if reader.ignored:
         headers = ignored_header([*headers.values(), *reader.ignored])
     return token_ids, headers

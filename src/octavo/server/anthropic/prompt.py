@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from octavo.server.anthropic.protocol import ConversationFields
+from octavo.server.openai.prompts import check_chat
 from octavo.server.parts import Harmless, PartReader, Parts, plain, refusal
 
 if TYPE_CHECKING:
@@ -17,19 +18,23 @@ _KINDS: dict[str, dict[str, Harmless]] = {
 _ROLES = ("user", "assistant")
 
 
-async def prompt_ids(state: ServerState, reader: PartReader, body: ConversationFields) -> list[int]:
-    """Raises `InvalidRequestError` naming the member that is wrong."""
-    messages = _messages(reader, body)
+async def prompt_ids(
+    state: ServerState, messages: list[dict[str, Any]], *, max_tokens: int | None
+) -> list[int]:
+    """Through the chat template. max_tokens: refuse what is sure to be longer."""
+    check_chat(state, len(messages))
     goes_on = messages[-1]["role"] == "assistant"
     return await state.engine.chat_prompt(
         messages,
         chat_template=state.chat_template,
         add_generation_prompt=not goes_on,
         continue_final_message=goes_on,
+        max_tokens=max_tokens,
     )
 
 
-def _messages(reader: PartReader, body: ConversationFields) -> list[dict[str, Any]]:
+def messages_of(reader: PartReader, body: ConversationFields) -> list[dict[str, Any]]:
+    """Raises `InvalidRequestError` naming the member that is wrong."""
     if not isinstance(body.messages, list) or not body.messages:
         raise refusal("messages", "must be a list of at least one message")
     turns: list[tuple[str, Parts]] = []

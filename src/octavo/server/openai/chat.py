@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from octavo.engine.output import OutputKind
-from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.outputs import CompletionOutput, OutputKind, RequestOutput
+from octavo.server.bodies import BodyRoute, in_turn
 from octavo.server.calls import Call, call_of
 from octavo.server.openai import replies
 from octavo.server.openai.answer import (
@@ -31,7 +31,7 @@ from octavo.server.openai.tools import CallFinder, parser_name_of, told_tools
 from octavo.server.openai.usage import Usage
 from octavo.server.state import state_of
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 KNOWN_ID = "chatcmpl-"
 
 
@@ -46,7 +46,8 @@ async def create_chat_completion(
 ) -> Response:
     """Answer a conversation; with `stream` as server-sent events."""
     state = state_of(request)
-    headers = ignored_fields(body, is_lenient=state.config.compat == "lenient")
+    is_lenient = state.config.compat == "lenient"
+    headers = await in_turn(request, ignored_fields, body, is_lenient=is_lenient)
     note(request, user=body.user or body.safety_identifier, metadata=body.metadata)
     model = check_model(state, body.model)
     max_tokens = max_tokens_of(body)
@@ -54,7 +55,9 @@ async def create_chat_completion(
     only_first = body.parallel_tool_calls is False
     finder = None if parser is None else partial(CallFinder, parser, only_first=only_first)
     with naming("messages", prompt="messages"):
-        token_ids = await chat_ids(state, body, body.messages, told_tools(body))
+        token_ids = await chat_ids(
+            state, body, body.messages, told_tools(body), receive=request.receive
+        )
     token_ids = truncated_chat(state.engine, body, token_ids, max_tokens)
     check_fits(state.engine, len(token_ids), max_tokens, "messages")
     if max_tokens is None and body.use_beam_search:

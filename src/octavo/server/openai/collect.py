@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
 from starlette.types import Receive
 
 from octavo.engine.remote.streams import OutputStream
 from octavo.outputs import RequestOutput
+from octavo.server.errors import ClientGoneError
 
-CLIENT_GONE = 499
-"""nginx's status for a client that left: nobody receives it, logs show it."""
+CLIENT_GONE = ClientGoneError.status
+T = TypeVar("T")
 
 
 async def collect(receive: Receive, streams: Sequence[OutputStream]) -> list[RequestOutput] | None:
@@ -36,8 +38,7 @@ async def collect(receive: Receive, streams: Sequence[OutputStream]) -> list[Req
             done.set_result(None)
 
     async def listen() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await _left(receive)
         if not done.done():
             done.set_result(None)
 
@@ -54,3 +55,22 @@ async def collect(receive: Receive, streams: Sequence[OutputStream]) -> list[Req
     if len(found) < len(streams):
         return None
     return [found[index] for index in range(len(streams))]
+
+
+async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What it returns; it is cancelled when the client leaves. Raises `ClientGoneError` then."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGoneError("the client is gone")
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _left(receive: Receive) -> None:
+    """Wait until the client is gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from octavo.engine.output import OutputKind
-from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.outputs import CompletionOutput, OutputKind, RequestOutput
+from octavo.server.bodies import BodyRoute, in_turn
 from octavo.server.calls import Call, call_of
 from octavo.server.openai import replies
 from octavo.server.openai.answer import (
@@ -30,7 +30,7 @@ from octavo.server.openai.protocol import CompletionRequest
 from octavo.server.openai.usage import Usage
 from octavo.server.state import state_of
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 KNOWN_ID = "cmpl-"
 
 
@@ -45,7 +45,8 @@ async def create_completion(
 ) -> Response:
     """Complete one or several prompts; with `stream` as server-sent events."""
     state = state_of(request)
-    headers = ignored_fields(body, is_lenient=state.config.compat == "lenient")
+    is_lenient = state.config.compat == "lenient"
+    headers = await in_turn(request, ignored_fields, body, is_lenient=is_lenient)
     note(request, user=body.user)
     model = check_model(state, body.model)
     max_tokens = max_tokens_of(body)

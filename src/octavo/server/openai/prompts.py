@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from starlette.types import Receive
+
+from octavo.engine.remote.renderer import is_template_name
 from octavo.errors import InvalidRequestError, RequestCapacityError
+from octavo.server.errors import OverloadedError
+from octavo.server.openai.collect import while_there
 from octavo.server.openai.protocol import (
     ChatMessage,
     CompletionRequest,
@@ -14,7 +20,7 @@ from octavo.server.openai.protocol import (
     TemplateFields,
     TokenizeRequest,
 )
-from octavo.server.openai.tools import with_arguments
+from octavo.server.openai.tools import given, with_arguments
 
 if TYPE_CHECKING:
     from octavo.engine.async_engine import AsyncEngine
@@ -22,8 +28,11 @@ if TYPE_CHECKING:
 
 _RESERVED = (
     "messages", "chat_template", "add_generation_prompt", "continue_final_message", "self",
-    "tools",
+    "tools", "max_tokens",
 )  # fmt: skip
+_MANY_MESSAGES = 256
+_MOST_RENDERED = 64
+"""Requests with templates of their own at a time; each may take seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +72,11 @@ async def completion_prompts(
             parameter="add_special_tokens",
         )
     add_special = body.add_special_tokens is not False
+    most = _most_tokens(engine, body)
     found = []
     for prompt in prompts:
         if isinstance(prompt, str):
-            token_ids = await engine.encode(prompt, add_special)
+            token_ids = await engine.encode(prompt, add_special, max_tokens=most)
             ids = _truncated(engine, body, token_ids, body.max_tokens)
             found.append(PromptIds(ids, prompt if ids is token_ids else None))
         else:
@@ -80,9 +90,12 @@ async def chat_ids(
     body: TemplateFields | TokenizeRequest,
     messages: Sequence[ChatMessage],
     tools: Sequence[Any] | None = None,
+    *,
+    receive: Receive,
 ) -> list[int]:
-    """Messages through the chat template. tools: for it, as plain data."""
-    template = _template(state, body)
+    """Messages through the chat template. tools: for it, as plain data. Of a request that
+    generates no more than can be served; else all of them. receive: tells when the client leaves,
+    for which a template of its own is not rendered any more (`ClientGoneError`)."""
     variables = dict(body.chat_template_kwargs or {})
     for name in _RESERVED:
         if name in variables:
@@ -97,20 +110,15 @@ async def chat_ids(
     if generates is None:
         generates = True
     engine = state.engine
-    most = engine.info.max_model_len
-    if len(messages) > most:  # a template writes a token of each, and more
-        raise RequestCapacityError(
-            f"{len(messages):,} messages exceed max_model_len {most:,} tokens: send fewer",
-            parameter="messages",
-        )
+    check_chat(state, len(messages), bool(tools), has_own_template=body.chat_template is not None)
+    if len(messages) > _MANY_MESSAGES:
+        told = await asyncio.to_thread(_told, messages)
+    else:
+        told = _told(messages)
+    options = {"add_generation_prompt": generates, "continue_final_message": goes_on} | variables
     try:
-        token_ids = await engine.chat_prompt(
-            [_message(i, message) for i, message in enumerate(messages)],
-            chat_template=template,
-            add_generation_prompt=generates,
-            continue_final_message=goes_on,
-            **variables,
-        )
+        most = _most_tokens(engine, body) if isinstance(body, GenerationFields) else None
+        token_ids = await _rendered(state, body.chat_template, told, options, most, receive=receive)
     except RecursionError:
         raise InvalidRequestError(
             "messages, tools or chat_template_kwargs are nested too deeply", parameter="messages"
@@ -122,9 +130,13 @@ async def chat_ids(
     return token_ids
 
 
+def _told(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    return [_message(i, message) for i, message in enumerate(messages)]
+
+
 def _message(index: int, message: ChatMessage) -> dict[str, Any]:
     """As templates expect it: the arguments of calls, which clients send as JSON, as objects."""
-    found = message.model_dump(exclude_unset=True)
+    found = given(message)
     calls = found.get("tool_calls")
     if isinstance(calls, list) and message.role == "assistant":
         found["tool_calls"] = [with_arguments(call, index, k) for k, call in enumerate(calls)]
@@ -165,14 +177,73 @@ def _truncated(
     return token_ids if len(token_ids) <= keep else token_ids[-keep:]
 
 
-def _template(state: ServerState, body: TemplateFields | TokenizeRequest) -> str | None:
-    if body.chat_template is not None:
+def _most_tokens(engine: AsyncEngine, body: GenerationFields) -> int | None:
+    """Of a prompt that can be served; None: any number, as it is truncated."""
+    return engine.info.max_model_len if body.truncate_prompt_tokens is None else None
+
+
+async def _rendered(
+    state: ServerState,
+    source: str | None,
+    messages: list[dict[str, Any]],
+    options: dict[str, Any],
+    max_tokens: int | None,
+    *,
+    receive: Receive,
+) -> list[int]:
+    """Through the server's template, or one that a request has brought."""
+    engine, renderer = state.engine, state.renderer
+    if source is None:
+        return await engine.chat_prompt(
+            messages, chat_template=state.chat_template, max_tokens=max_tokens, **options
+        )
+    if renderer is None:
         raise InvalidRequestError(
             "chat_template: this server does not run its clients' templates: leave it out, or "
-            "start the server with --chat-template FILE",
+            "start the server with --trust-request-chat-template, or with --chat-template FILE",
             parameter="chat_template",
         )
-    return state.chat_template
+    if is_template_name(source):
+        return await engine.chat_prompt(
+            messages, chat_template=source, max_tokens=max_tokens, **options
+        )
+    if renderer.num_asking >= _MOST_RENDERED:
+        raise OverloadedError(
+            f"{renderer.num_asking} requests with a chat_template wait for it to be rendered: come "
+            "again", retry_after_s=1.0,
+        )  # fmt: skip
+    assert engine.tokenizer is not None, "refused when the server started"
+    special_tokens = engine.tokenizer.special_tokens
+    rendering = renderer.render(source, messages, special_tokens, options)
+    text = await while_there(receive, rendering)
+    return await engine.encode(text, False, max_tokens=max_tokens)
+
+
+def check_chat(
+    state: ServerState,
+    num_messages: int,
+    has_tools: bool = False,
+    *,
+    has_own_template: bool = False,
+) -> None:
+    """Refuse a conversation that cannot fit, and one for a model that has no template for it.
+
+    has_own_template: the request brings one.
+    """
+    most, tokenizer = state.engine.info.max_model_len, state.engine.tokenizer
+    if num_messages > most:  # a template writes a token of each, and more
+        raise RequestCapacityError(
+            f"{num_messages:,} messages exceed max_model_len {most:,} tokens: send fewer",
+            parameter="messages",
+        )
+    if state.chat_template is not None or has_own_template or tokenizer is None:
+        return
+    if tokenizer.chat_template is None and not (has_tools and tokenizer.chat_templates):
+        raise InvalidRequestError(
+            "the model has no chat template: send a plain prompt to /v1/completions, or start the "
+            "server with --chat-template FILE",
+            parameter="messages",
+        )
 
 
 def _check_not_empty(token_ids: list[int], name: str) -> None:

@@ -20,9 +20,15 @@ from pydantic import (
 from octavo.request import MAX_LOGPROBS, MAX_N
 
 _INT64 = 2**63 - 1
+MAX_LABELS = 64
+MAX_TOOLS = 1024
+MAX_MESSAGES = 2**16
+"""Some 0.2 s of checking, while all others wait."""
+MAX_PARTS = 2**14
+"""Of a message."""
+MAX_BIASES = 2**18
+"""More than there are tokens in a vocabulary."""
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-# Bodies are parsed in the event loop, some 60 ms a MB: as parsing holds the interpreter's lock,
-# another thread would not let others go on. --max-body-bytes bounds it.
 # fail_fast, for an error of each of a million items would take gigabytes, and minutes.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
@@ -31,6 +37,7 @@ Label = Annotated[str, Field(min_length=0)]
 # The template refuses other parts, and says which.
 _Parts = Annotated[
     list[Any],
+    Field(max_length=MAX_PARTS),
     WithJsonSchema(
         {
             "type": "array",
@@ -46,8 +53,6 @@ _Parts = Annotated[
         }
     ),
 ]
-MAX_LABELS = 64
-MAX_TOOLS = 1024
 MAX_WORD = 1024
 """Characters: each word is looked for in every answer, or tokenized while all others wait."""
 Word = Annotated[str, Field(min_length=1, max_length=MAX_WORD)]
@@ -57,6 +62,8 @@ Words = Annotated[list[Word], Field(fail_fast=True, max_length=1024)]
 def _first_wrong_bias(given: object) -> object:
     """Stops at the first key that is no token id, of a million of them."""
     if isinstance(given, dict):
+        if len(given) > MAX_BIASES:
+            raise ValueError(f"{len(given):,} entries > {MAX_BIASES:,}")
         for key in given:
             if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10):
                 raise ValueError(f"the key {key!r:.40} is no token id")
@@ -219,6 +226,11 @@ class ChatMessage(BaseModel):
     content: str | _Parts | None = None
 
 
+Messages = Annotated[
+    list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
+]
+
+
 class ResponseFormat(RequestBody):
     """Only free text."""
 
@@ -228,9 +240,7 @@ class ResponseFormat(RequestBody):
 class TemplateFields(RequestBody):
     """How messages become a prompt."""
 
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(
-        min_length=1, description="The conversation so far."
-    )
+    messages: Messages = Field(description="The conversation so far.")
     add_generation_prompt: bool | None = Field(
         None, description="End with the head of an assistant's message; true."
     )
@@ -238,7 +248,7 @@ class TemplateFields(RequestBody):
         None, description="Go on with the last message; add_generation_prompt must be false."
     )
     chat_template: Text | None = Field(
-        None, description="Refused: servers run no templates of their clients."
+        None, description="Jinja to use instead; needs --trust-request-chat-template."
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables for the template."
@@ -327,7 +337,7 @@ class TokenizeRequest(RequestBody):
 
     model: str | None = None
     prompt: str | None = Field(None, description="Text; or else give messages.")
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = Field(None, min_length=1)
+    messages: Messages | None = None
     add_special_tokens: bool | None = Field(
         None, description="true for a prompt, false for messages."
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from octavo.errors import InvalidRequestError
+from octavo.server.bodies import BodyRoute, in_turn
 from octavo.server.openai import replies
 from octavo.server.openai.answer import check_model, naming
 from octavo.server.openai.extras import ignored_fields
@@ -14,7 +16,7 @@ from octavo.server.openai.prompts import chat_ids
 from octavo.server.openai.protocol import DetokenizeRequest, TokenizeRequest
 from octavo.server.state import state_of
 
-router = APIRouter(tags=["tokens"])
+router = APIRouter(tags=["tokens"], route_class=BodyRoute)
 _OF_MESSAGES = (
     "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs",
 )  # fmt: skip
@@ -24,13 +26,15 @@ _OF_MESSAGES = (
 async def tokenize(body: TokenizeRequest, request: Request, response: Response) -> dict[str, Any]:
     """The token ids of a text, or of messages through the chat template."""
     state = state_of(request)
-    response.headers.update(ignored_fields(body, is_lenient=state.config.compat == "lenient"))
+    is_lenient = state.config.compat == "lenient"
+    ignored = await in_turn(request, ignored_fields, body, is_lenient=is_lenient)
+    response.headers.update(ignored)
     check_model(state, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give either prompt or messages", parameter="prompt")
     if body.messages is not None:
         with naming("messages", prompt="messages"):
-            token_ids = await chat_ids(state, body, body.messages)
+            token_ids = await chat_ids(state, body, body.messages, receive=request.receive)
     else:
         for name in _OF_MESSAGES:
             if getattr(body, name) is not None:
@@ -55,14 +59,16 @@ async def detokenize(
 ) -> dict[str, Any]:
     """The text of token ids, special tokens written out."""
     state = state_of(request)
-    response.headers.update(ignored_fields(body, is_lenient=state.config.compat == "lenient"))
+    is_lenient = state.config.compat == "lenient"
+    ignored = await in_turn(request, ignored_fields, body, is_lenient=is_lenient)
+    response.headers.update(ignored)
     check_model(state, body.model)
     vocab_size = state.engine.info.arch.vocab_size
-    for place, token_id in enumerate(body.tokens):
-        if token_id >= vocab_size:
-            raise InvalidRequestError(
-                f"tokens holds id {token_id} at index {place}, but the model's vocabulary ends at "
-                f"{vocab_size - 1}",
-                parameter="tokens",
-            )
-    return {"prompt": state.engine.decode(body.tokens)}
+    largest = max(body.tokens, default=0)
+    if largest >= vocab_size:
+        raise InvalidRequestError(
+            f"tokens holds id {largest} at index {body.tokens.index(largest)}, but the model's "
+            f"vocabulary ends at {vocab_size - 1}",
+            parameter="tokens",
+        )
+    return {"prompt": await asyncio.to_thread(state.engine.decode, body.tokens)}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
 from octavo.errors import InvalidRequestError
 from octavo.server.openai.protocol import ChatRequest
 from octavo.server.tools.parsers import PARSERS, Parsed, ParserName, ToolCall
@@ -51,7 +53,15 @@ def parser_name_of(config: ServeConfig, body: ChatRequest) -> ParserName | None:
 
 def told_tools(body: ChatRequest) -> list[dict[str, Any]] | None:
     """The tools for the template."""
-    return [tool.model_dump(exclude_unset=True) for tool in body.tools] if body.tools else None
+    if not body.tools:
+        return None
+    return [given(tool) | {"function": given(tool.function)} for tool in body.tools]
+
+
+def given(body: BaseModel) -> dict[str, Any]:
+    """The members that were sent, as they are: a copy of all that is inside of them may take
+    seconds."""
+    return {name: value for name, value in body if name in body.model_fields_set}
 
 
 class CallFinder:

@@ -6,15 +6,15 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from octavo.engine.output import OutputKind
 from octavo.errors import InvalidRequestError
-from octavo.outputs import RequestOutput
+from octavo.outputs import OutputKind, RequestOutput
 from octavo.request import SamplingParams
+from octavo.server.bodies import BodyRoute, in_turn
 from octavo.server.calls import Call, call_of
 from octavo.server.openai.answer import check_model, naming, note, stream_response, whole_response
 from octavo.server.openai.extras import ignored_fields, ignored_header
 from octavo.server.openai.logprobs import TokenWriter
-from octavo.server.openai.prompts import PromptIds, check_fits
+from octavo.server.openai.prompts import PromptIds, check_chat, check_fits
 from octavo.server.openai.replies import GENERATING
 from octavo.server.parts import PartReader
 from octavo.server.responses.answer import Answer, ResponseEvents
@@ -23,7 +23,7 @@ from octavo.server.responses.protocol import LOGPROBS, ResponsesRequest
 from octavo.server.responses.replies import ResponseBody
 from octavo.server.state import state_of
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 _PLAIN = ("temperature", "top_p", "top_k", "seed", "ignore_eos")
 """Fields that are `SamplingParams` fields of the same name and meaning."""
 
@@ -40,17 +40,20 @@ async def create_response(
     """Answer a text or a conversation; with `stream` as server-sent events. Nothing is stored."""
     state = state_of(request)
     is_lenient = state.config.compat == "lenient"
-    headers = ignored_fields(body, is_lenient=is_lenient)
+    headers = await in_turn(request, ignored_fields, body, is_lenient=is_lenient)
     note(request, user=body.user or body.safety_identifier, metadata=body.metadata)
     model = check_model(state, body.model)
     params = _params(body)
     reader = PartReader(is_lenient=is_lenient)
-    messages = messages_of(reader, body.input, body.instructions)
+    messages = await in_turn(request, messages_of, reader, body.input, body.instructions)
     if reader.ignored:
         headers = ignored_header([*headers.values(), *reader.ignored])
     limit, engine = body.max_output_tokens, state.engine
-    with naming("input", max_tokens="max_output_tokens", messages="input"):
-        token_ids = await engine.chat_prompt(messages, chat_template=state.chat_template)
+    with naming("input", max_tokens="max_output_tokens", messages="input", prompt="input"):
+        check_chat(state, len(messages))
+        token_ids = await engine.chat_prompt(
+            messages, chat_template=state.chat_template, max_tokens=engine.info.max_model_len
+        )
         check_fits(engine, len(token_ids), limit, "input", "max_output_tokens")
         streams = await call.submit(
             [PromptIds(token_ids, None).prompt(body.cache_salt)],

@@ -6,126 +6,22 @@ import asyncio
 import json
 import math
 import statistics
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
+from fake_server import FIRST_S, NEXT_S, FakeServer
 
 from octavo.bench.serve.arrivals import random_arrivals, trace_arrivals
-from octavo.bench.serve.client import Timeline
+from octavo.bench.serve.client import Timeline, _wait_s
 from octavo.bench.serve.load import Target, wait_ready
+from octavo.bench.serve.plots import plot
 from octavo.bench.serve.prompts import in_words, make_jobs, word_ids
 from octavo.bench.serve.result import compare, parse_slo, summarize
 from octavo.bench.workload import Sample
 from octavo.cli.main import main
 from octavo.errors import ConfigError, InvalidRequestError
-
-FIRST_S, NEXT_S = 0.05, 0.01
-Script = Callable[[dict[str, Any], web.StreamResponse], AsyncIterator[None]]
-
-
-class FakeServer:
-    """OpenAI's API with exact delays. `bodies`: what it was asked."""
-
-    def __init__(self) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
-        self.most_at_once = self._num_now = 0
-        self.fails = lambda number: False
-        self.stops_early = False
-        self.ends_with = b"data: [DONE]\n\n"
-        self.url = ""
-        self._ready, self._loop = threading.Event(), asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        assert self._ready.wait(10)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        app = web.Application()
-        app.add_routes(
-            [
-                web.get("/v1/models", self._models),
-                web.post("/v1/completions", self._complete),
-                web.post("/v1/chat/completions", self._complete),
-            ]
-        )
-        runner = web.AppRunner(app)
-        self._loop.run_until_complete(runner.setup())
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        self._loop.run_until_complete(site.start())
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        self._ready.set()
-        self._loop.run_forever()
-        self._loop.run_until_complete(runner.cleanup())
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-
-    async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "fake"}]})
-
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.bodies.append(body)
-        self.headers.append(dict(request.headers))
-        if self.fails(len(self.bodies)):
-            return web.json_response({"error": {}}, status=503)
-        self._num_now += 1
-        self.most_at_once = max(self.most_at_once, self._num_now)
-        try:
-            return await self._stream(request, body)
-        finally:
-            self._num_now -= 1
-
-    async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        await response.prepare(request)
-        num = body["max_tokens"] - self.stops_early
-        is_chat = "messages" in body
-        for i in range(num):
-            await asyncio.sleep(FIRST_S if i == 0 else NEXT_S)
-            choice = {"delta": {"content": "x"}} if is_chat else {"text": "x"}
-            await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
-        usage = {"prompt_tokens": 7, "completion_tokens": num}
-        await response.write(
-            b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n"
-        )
-        await response.write(self.ends_with)
-        return response
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeServer]:
-    server = FakeServer()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def bench(fake: FakeServer, tiny_model_path: Path, tmp_path: Path, capsys: Any) -> Any:
-    """Runs the command, and gives its result."""
-
-    def run(*flags: str, status: int = 0) -> dict[str, Any]:
-        words = ["--base-url", fake.url, "--tokenizer", str(tiny_model_path), *flags]
-        saved = tmp_path / "result.json"
-        code = main(["bench", "serve", *words, "--save-result", str(saved)])
-        run.printed = capsys.readouterr().out  # type: ignore[attr-defined]
-        assert code == status
-        return dict(json.loads(saved.read_text()))
-
-    return run
-
-
-@pytest.fixture(autouse=True)
-def some_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny tokenizer has single bytes only: letters stand for its words."""
-    monkeypatch.setattr("octavo.bench.serve.prompts.word_ids", lambda _: list(range(97, 123)))
 
 
 def test_counts_and_times_are_what_the_script_says(bench: Any, fake: FakeServer) -> None:
@@ -168,6 +64,27 @@ def test_errors_and_short_answers_are_told(bench: Any, fake: FakeServer) -> None
     bench("--num-prompts", "4", "--max-errors", "0", status=1)
 
 
+def test_who_is_refused_comes_again_when_it_was_told_to(bench: Any, fake: FakeServer) -> None:
+    flags = ("--num-prompts", "1", "--random-output-len", "2", "--num-warmups", "0")
+    fake.fails, fake.when = lambda number: number in (1, 2), {"retry-after": "0.1"}
+    result = bench(*flags, "--max-retries", "2")
+    assert len(fake.bodies) == 3 and fake.bodies[0] == fake.bodies[2]
+    assert result["errors"] == {} and result["num_retried"] == result["num_completed"] == 1
+    assert result["ttft_s"]["p50"] >= 0.2 + FIRST_S, "waiting is part of it"
+    assert "refused at first" in bench.printed
+    fake.fails = lambda number: number != 5
+    assert bench(*flags, "--max-retries", "1", status=0)["num_completed"] == 1
+    assert bench(*flags, "--max-retries", "1", status=1)["errors"] == {"HTTP 503": 1}
+    assert len(fake.bodies) == 7
+
+
+def test_when_to_come_again() -> None:
+    assert [_wait_s(told, 1) for told in ("3", "0", None, "soon", "nan", "-1", "9e9")] == [
+        3.0, 0.0, 2.0, 2.0, 2.0, 2.0, 60.0,
+    ]  # fmt: skip
+    assert [_wait_s(None, number) for number in (0, 3, 10_000)] == [1.0, 8.0, 60.0]
+
+
 def test_an_answer_that_is_cut_off_is_an_error(bench: Any, fake: FakeServer) -> None:
     flags = ("--num-prompts", "2", "--random-output-len", "2", "--num-warmups", "0")
     fake.ends_with = b'data: {"choices": [{"text": "", "finish_reason": "length"}]}\n\n'
@@ -178,21 +95,26 @@ def test_an_answer_that_is_cut_off_is_an_error(bench: Any, fake: FakeServer) -> 
     assert bench(*flags, status=1)["errors"] == {"error in stream": 2}
 
 
-def test_chat_sends_text(bench: Any, fake: FakeServer, capsys: Any) -> None:
+def test_chat_sends_text(bench: Any, fake: FakeServer, tiny_model_path: Path, capsys: Any) -> None:
     flags = ("--endpoint", "/v1/chat/completions", "--num-prompts", "2", "--random-input-len", "6")
-    bench(*flags, "--prompt-kind", "text", "--random-range-ratio", "0", "--extra-body", '{"k": 1}')
+    lengths = ("--random-output-len", "2", "--random-range-ratio", "0")
+    bench(*flags, *lengths, "--extra-body", '{"k": 1}')
     (message,) = fake.bodies[-1]["messages"]
     assert message["role"] == "user" and len(message["content"]) == 6
     assert fake.bodies[-1]["k"] == 1
-    assert main(["bench", "serve", "--base-url", fake.url, *flags]) == 2
-    assert "octavo:" in capsys.readouterr().err
+    kind = ("--prompt-kind", "ids", "--tokenizer", str(tiny_model_path))
+    assert main(["bench", "serve", "--base-url", fake.url, *flags, *kind]) == 2
+    assert "chat takes text" in capsys.readouterr().err
 
 
 def test_a_trace_is_sent_as_recorded(bench: Any, fake: FakeServer, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("arrival_s,input_tokens,output_tokens\n10,5,1\n10.2,6,1\n10.6,7,1\n")
     begun_s = time.monotonic()
-    result = bench("--dataset", str(trace), "--request-rate", "trace", "--trace-speed", "2")
+    result = bench(
+        "--dataset-name", "lengths", "--dataset-path", str(trace), "--request-rate", "trace",
+        "--trace-speed", "2",
+    )  # fmt: skip
     assert time.monotonic() - begun_s >= 0.3
     assert [len(body["prompt"]) for body in fake.bodies[1:]] == [5, 6, 7]
     assert result["elapsed_s"] >= 0.3
@@ -236,9 +158,9 @@ def test_figures_by_hand() -> None:
     assert result.elapsed_s == pytest.approx(1.2)
     assert result.num_output_tokens == 9
     assert result.rates["output_tokens_per_s"] == pytest.approx(9 / 1.2)
-    assert result.ttft_s is not None and result.ttft_s.p50 == pytest.approx(0.2)
-    assert result.tpot_s is not None and result.tpot_s.max == pytest.approx(0.15)
-    assert result.itl_s is not None and result.itl_s.max == pytest.approx(0.2)
+    assert result.ttft_s is not None and result.ttft_s["p50"] == pytest.approx(0.2)
+    assert result.tpot_s is not None and result.tpot_s["max"] == pytest.approx(0.15)
+    assert result.itl_s is not None and result.itl_s["max"] == pytest.approx(0.2)
     assert result.num_good == 1, "the first is too slow a token, the second starts too late"
     assert result.mean_concurrency == pytest.approx((0.4 + 0.5 + 0.2) / 1.2)
     assert result.tokens_per_chunk == pytest.approx(9 / 6)
@@ -310,3 +232,9 @@ def test_plots_are_written(bench: Any, tmp_path: Path) -> None:
     picture = tmp_path / "times.svg"
     bench("--num-prompts", "3", "--random-output-len", "2", "--plot", str(picture))
     assert picture.stat().st_size > 2000 and b"time to first token" in picture.read_bytes()
+
+
+def test_a_plot_that_cannot_be_written(tmp_path: Path) -> None:
+    nothing = summarize([], label="a", base_url="", model="", workload="", load="", slo={})
+    with pytest.raises(ConfigError, match=r"--plot .*none/x\.svg: No such file"):
+        plot([nothing], tmp_path / "none" / "x.svg")
