@@ -7,7 +7,7 @@
 PYTHON   ?= python3
 PIP_ARGS ?=
 VENV     ?= .venv
-PROMPT   ?= Why is the sky blue? Answer in two sentences.
+PROMPT   ?= Why is the sky blue? Answer in one sentence.
 ARGS     ?=
 
 BIN      := $(VENV)/bin

@@ -24,7 +24,7 @@ from octavo.kv import KVCacheManager
 from octavo.plan import SeqResult, StepResult
 from octavo.request import Request
 from octavo.sched import Scheduler
-from octavo.sched.fair import INPUT_WEIGHT, OUTPUT_WEIGHT
+from octavo.sched.clients import INPUT_WEIGHT, OUTPUT_WEIGHT
 
 BLOCK = 16
 _STEP_S, _TOKEN_S = 0.010, 0.00005
@@ -94,7 +94,7 @@ def run(
 def _difference(scheduler: Scheduler, base: dict[tuple[str, str], float]) -> float:
     """The largest, among pairs that have been waiting side by side, since they began to."""
     waiting = sorted({seq.group.request.client_id for seq in scheduler.roster.waiting})
-    service = scheduler.roster.client_service()
+    service = scheduler.roster.clients.service()
     pairs = set(itertools.combinations(waiting, 2))
     for gone in base.keys() - pairs:
         del base[gone]

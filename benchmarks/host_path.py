@@ -47,8 +47,9 @@ from octavo.engine.driver import Driver
 from octavo.engine.engine import Engine
 from octavo.engine.garbage import leave_out_what_is_there, look_at_all_again
 from octavo.engine.input import InputProcessor
-from octavo.engine.output import OutputKind, OutputProcessor
+from octavo.engine.output import OutputProcessor
 from octavo.kv import KVCacheManager
+from octavo.outputs import OutputKind
 from octavo.plan import StepPlan, StepResult
 from octavo.request import SamplingParams
 from octavo.sched import Scheduler

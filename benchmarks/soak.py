@@ -17,9 +17,8 @@ import time
 from typing import Any
 
 from octavo import LLM, BeamSearchParams, SamplingParams
-from octavo.engine.output import OutputKind
 from octavo.errors import CapacityError
-from octavo.outputs import RequestOutput
+from octavo.outputs import OutputKind, RequestOutput
 
 _ASKED_AGAIN = 64
 

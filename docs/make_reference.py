@@ -75,6 +75,7 @@ def _flags(kind: type[Any], left_out: tuple[str, ...]) -> list[str]:
     for field in dataclasses.fields(kind):
         if field.name not in left_out:
             default = "" if field.default in (None, (), False, "") else f"`{field.default}`"
+            default = "on" if field.default is True else default
             text = docs[field.name].replace("|", "\\|")
             rows.append(f"| `{flag_name(field.name)}` | {default} | {text} |")
     return rows

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "src" / "octavo"
 PAGE = ROOT / "docs" / "architecture.md"
 CONTRACTS = (
     "errors", "config", "arch", "kv_groups", "quantization", "request", "plan", "outputs",
-    "events", "stats", "util",
+    "events", "stats", "foreign", "util",
 )  # fmt: skip
 ROOMS = (
     "hf_config", "kv", "sched", "ops", "attention", "layers", "sampling", "models", "weights",

@@ -17,8 +17,8 @@ PACKAGE = Path(__file__).parent.parent / "src" / "octavo"
 MAX_LINES = 400
 
 CONTRACTS = {
-    "errors", "config", "request", "plan", "outputs", "events", "arch", "attended", "hf_config",
-    "kv_groups", "quantization", "util", "record", "stats",
+    "errors", "config", "request", "plan", "outputs", "events", "arch", "attended", "foreign",
+    "hf_config", "kv_groups", "quantization", "util", "record", "stats",
 }  # fmt: skip
 DEVICE = [{"ops"}, {"attention", "layers", "sampling"}, {"models", "weights"}, {"runner"}]
 ENGINE = {"text", "metrics", "distributed", "engine"}

@@ -12,6 +12,7 @@ from os import PathLike, fspath
 from typing import Any, Literal, NamedTuple
 
 from octavo.errors import ConfigError
+from octavo.foreign import why_not
 from octavo.util import flag_name
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -54,7 +55,8 @@ class EngineConfig:
     """Everything that shapes an engine. Raises `ConfigError` naming the field it refuses."""
 
     model: str = DEFAULT_MODEL
-    """A local folder, a local .gguf file, or a name on the Hugging Face hub."""
+    """A local folder, a local .gguf file, or a name on the Hugging Face hub; after a colon, which
+    of its GGUF files (org/name:Q4_K_M)."""
     tokenizer: str | None = None
     """Folder, .gguf file or hub name of the tokenizer; the model's own by default."""
     revision: str | None = None
@@ -278,6 +280,8 @@ class EngineConfig:
         known = [f.name for f in dataclasses.fields(cls)]
         for key in kwargs:
             if key not in known:
+                if (why := why_not(flag_name(key))) is not None:
+                    raise ConfigError(f"unknown engine option {key!r}: {why}")
                 near = difflib.get_close_matches(key, known, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
                 raise ConfigError(f"unknown engine option {key!r}{hint}")

@@ -147,6 +147,7 @@ def test_profile(tiny_model_path: Path, tmp_path: Path, capsys: Capture) -> None
         (["--num-steps", "0"], "--num-steps must be at least 1, got 0"),
         (["--num-prompts", "0"], "--num-prompts must be at least 1, got 0"),
         (["--out", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json: no such folder"),
+        (["--out", "/dev/null"], "cannot write /dev/null: no regular file"),
         (["--num-skipped", "900"], "the workload has"),
     ],
 )

@@ -35,10 +35,22 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(command.name in text and command.summary in text for command in cli.COMMANDS)
 
 
-def test_help_of_a_group_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["models"]) == 0
+@pytest.mark.parametrize(
+    ("words", "listed"),
+    [
+        (["models"], "models pull"),
+        (["demo"], "demo memory"),  # a group of one
+        (["tune", "--help"], "tune block-size"),
+        (["help", "demo"], "demo memory"),
+    ],
+    ids=" ".join,
+)
+def test_help_of_a_group_lists_its_commands(
+    words: list[str], listed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 0
     text = capsys.readouterr().out
-    assert "models pull" in text and "bench" not in text
+    assert listed in text and "bench" not in text
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda c: c.name)
@@ -57,8 +69,9 @@ def test_help_of_a_command_by_its_name(capsys: pytest.CaptureFixture[str]) -> No
     assert end.value.code == 0 and "usage: octavo models rm" in capsys.readouterr().out
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--version"]) == 0
+@pytest.mark.parametrize("word", ["--version", "-V", "version"])
+def test_version(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([word]) == 0
     assert capsys.readouterr().out == f"octavo {__version__}\n"
 
 
@@ -69,6 +82,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "thruput"], "'octavo bench throughput'"),
         (["models", "lst"], "'octavo models list'"),
         (["--verison"], "'octavo --help'"),
+        (["run", "llama3"], "'octavo chat MODEL'"),  # as ollama has it
+        (["pull"], "'octavo models pull'"),
+        (["ls"], "'octavo models list'"),
+        (["models", "show"], "'octavo models inspect'"),
+        (["bench", "show"], "'octavo bench "),
+        ([""], "'octavo --help'"),
     ],
 )
 def test_unknown_commands_get_a_suggestion(

@@ -6,9 +6,13 @@ import asyncio
 import contextlib
 import re
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
 
+import aiohttp
 import pytest
 import uvicorn
 from textual.pilot import Pilot
@@ -64,13 +68,15 @@ async def until(pilot: Pilot[None], true: Callable[[], bool], source: LocalSourc
 
 
 def run_top(
-    stage: Stage, drive: Callable[[TopApp, Pilot[None], LocalSource], Awaitable[None]]
+    stage: Stage,
+    drive: Callable[[TopApp, Pilot[None], LocalSource], Awaitable[None]],
+    size: tuple[int, int] = (100, 40),
 ) -> None:
     async def play() -> None:
         source = LocalSource(stage, clock=lambda: time.monotonic() * 1000)  # no frame is too early
         async with served(source) as url:
             app = TopApp(FrameClient(url, None))
-            async with app.run_test(size=(100, 40)) as pilot:
+            async with app.run_test(size=size) as pilot:
                 await until(pilot, lambda: app.frame is not None, source)
                 await drive(app, pilot, source)
             assert app.failure is None
@@ -99,6 +105,23 @@ def test_it_shows_the_pool_and_why_requests_wait() -> None:
         assert "blocks missed: not asked" in shown(app, "#rates")
 
     run_top(stage, drive)
+
+
+def test_a_usual_terminal_has_room_for_all_of_it() -> None:
+    stage = make_stage(num_blocks=3000)
+    stage.advance(1.0)
+
+    async def drive(app: TopApp, pilot: Pilot[None], source: LocalSource) -> None:
+        await pilot.pause()
+        *cells, legend = shown(app, "#pool").splitlines()
+        pool = app.query_one("#pool").content_region
+        assert (pool.width, pool.height) == (78, len(cells) + 1)  # no line is broken in two
+        assert max(map(len, cells)) == 78 and legend.startswith("█")
+        assert app.query_one(DataTable).region.height >= 4
+        assert app.query_one("#log").region.height == 3
+        assert app.query_one("Footer").region.bottom == 24
+
+    run_top(stage, drive, size=(80, 24))
 
 
 def test_it_follows_the_pool_frame_by_frame() -> None:
@@ -168,6 +191,24 @@ def test_where_no_server_is_it_says_so(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["top", "--url", f"http://127.0.0.1:{port}"]) == 2
     error = capsys.readouterr().err
     assert f"no server at http://127.0.0.1:{port}" in error and "octavo serve" in error
+    assert error.endswith("(Connection refused)\n")
+
+
+@pytest.mark.parametrize(
+    ("cause", "why"),
+    [
+        (ConnectionRefusedError(111, "Connect call failed"), "Connection refused"),
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), "Name or service"),
+        (ssl.SSLError(1, "wrong version number"), "wrong version number"),
+    ],
+    ids=["refused", "name", "tls"],
+)
+def test_why_no_server_is_there(cause: OSError, why: str) -> None:
+    """Numbers of names and of TLS are not the system's."""
+    key: Any = SimpleNamespace(host="h", port=1, ssl=True)
+    error = aiohttp.ClientConnectorError(key, cause)
+    told = FrameClient("http://h:1", None)._why_unreachable(error)
+    assert f"({why}" in told
 
 
 @pytest.mark.parametrize(

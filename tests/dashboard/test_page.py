@@ -300,9 +300,11 @@ def test_an_event_that_is_told_twice_is_shown_once(visit: Visitor) -> None:
 
 def test_two_sources_side_by_side_on_one_clock(visit: Visitor) -> None:
     feeds = {"paged": lived(128, 30, rate=6), "orca-max": lived(128, 30, policy="orca-max")}
-    page = visit(feeds, viewport={"width": 1500, "height": 900}).open()
+    page = visit(feeds, viewport={"width": 1250, "height": 900}).open()
     for name in feeds:
         page.play(name, 4)
+    grids = [page.page.locator("canvas.grid").nth(i).bounding_box() for i in range(2)]
+    assert abs(grids[0]["y"] - grids[1]["y"]) < 1  # though one summary is a line longer
     boxes = [page.page.locator(".panel").nth(i).bounding_box() for i in range(2)]
     assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] + boxes[0]["width"] < boxes[1]["x"]
     assert "KV policy orca-max" in page.text(".facts", 1)

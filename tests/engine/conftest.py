@@ -55,9 +55,6 @@ class ByteTokenizer:
     def token_to_id(self, token: str) -> int | None:
         return next((i for i, name in self._names.items() if name == token), None)
 
-    def is_special(self, token_id: int) -> bool:
-        return token_id in self.special_ids
-
 
 @pytest.fixture
 def byte_tokenizer() -> ByteTokenizer:

@@ -9,8 +9,8 @@ from typing import Any
 from llm_support import OPTIONS
 
 from octavo import LLM
-from octavo.engine.output import OutputKind
 from octavo.errors import StepFailedError
+from octavo.outputs import OutputKind
 from octavo.plan import StepPlan, StepResult
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from octavo.engine.driver import Driver
-from octavo.engine.output import OutputKind
 from octavo.errors import StepFailedError
-from octavo.outputs import RequestOutput
+from octavo.outputs import OutputKind, RequestOutput
 
 
 class FakeEngine:

@@ -33,7 +33,7 @@ def test_clients_take_turns(tiny_model_path: Path) -> None:
         message = [{"role": "user", "content": "x"}]
         outputs = llm.chat([message, message], PARAMS, use_tqdm=False, client_id=["a", "b"])
         assert len(outputs) == 2
-        assert llm._engine.engine.core.scheduler.roster.client_service().keys() == {"a", "b"}
+        assert llm._engine.engine.core.scheduler.roster.clients.service().keys() == {"a", "b"}
 
 
 def test_a_client_that_nothing_looks_at_is_refused(tiny_model_path: Path) -> None:

@@ -65,6 +65,8 @@ def test_unknown_parameters_are_refused() -> None:
         SamplingParams.from_dict({"temprature": 0})
     with pytest.raises(ConfigError, match="did you mean 'block_size'"):
         EngineConfig.from_kwargs(blocksize=16)
+    with pytest.raises(ConfigError, match="'tensor_parallel_size': one engine runs on one GPU"):
+        EngineConfig.from_kwargs(tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize(

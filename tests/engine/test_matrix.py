@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from octavo import LLM, BeamSearchParams, EngineEvent, SamplingParams
-from octavo.engine.output import OutputKind
 from octavo.engine.report import MemoryReport
+from octavo.outputs import OutputKind
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

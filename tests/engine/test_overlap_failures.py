@@ -10,9 +10,9 @@ from llm_support import GREEDY, assert_drained, tokens
 from overlap_support import LateDevice, open_llm, serve
 
 from octavo import SamplingParams
-from octavo.engine.output import OutputKind
 from octavo.errors import DeviceLostError, EngineDeadError, StepFailedError
 from octavo.events import EventKind
+from octavo.outputs import OutputKind
 from octavo.plan import StepPlan
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

@@ -11,8 +11,8 @@ from llm_support import GREEDY, assert_drained, tokens
 from overlap_support import LateDevice, open_llm
 
 from octavo import SamplingParams
-from octavo.engine.output import OutputKind
 from octavo.errors import DeviceLostError, EngineDeadError, InvalidRequestError, StepFailedError
+from octavo.outputs import OutputKind
 from octavo.plan import StepPlan
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

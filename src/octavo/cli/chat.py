@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
 
 from octavo.cli.flags import ChatSamplingFlags, EngineFlags, flags, parse
 from octavo.cli.jobs import Job, start
-from octavo.cli.start import note, start_engine
+from octavo.cli.start import note, start_engine, with_model
 from octavo.errors import (
     ConfigError,
     InvalidRequestError,
@@ -40,6 +42,8 @@ class Chat:
     Type /help for the commands. Ctrl-C stops an answer; /exit or Ctrl-D leaves.
     """
 
+    partner: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = None
+    """Model to talk with, as --model."""
     system: str | None = None
     """System message, which sets the model's role."""
     sampling: ChatSamplingFlags
@@ -49,7 +53,7 @@ class Chat:
 def main(prog: str, argv: Sequence[str]) -> int:
     """Run the command."""
     args = parse(Chat, prog, argv)
-    params, config = args.sampling.params(), args.engine.config()
+    params, config = args.sampling.params(), with_model(args.engine.config(), args.partner)
     if config.skip_tokenizer_init:
         raise ConfigError("chat needs a tokenizer: drop --skip-tokenizer-init")
     with suppress(ImportError):

@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
@@ -18,6 +18,7 @@ import tyro
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, InvalidRequestError
+from octavo.foreign import refusal
 from octavo.request import BeamSearchParams, SamplingParams
 from octavo.server.config import ServeConfig
 from octavo.util import flag_name
@@ -90,8 +91,13 @@ _METAVARS: dict[Any, str] = {
 }
 
 
+_ALIASES = {"model": ("-m",)}
+"""Short names, of engine flags alone."""
+
+
 def field_docs(kind: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass and its bases, as one line of text."""
+    """The docstring under each field of a dataclass and its bases, as one line of text; other
+    fields of it are called by their flags there, but for those in quotes."""
     docs: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if not dataclasses.is_dataclass(base):
@@ -103,7 +109,15 @@ def field_docs(kind: type) -> dict[str, str]:
                 name, doc = field.target, below.value
                 if isinstance(name, ast.Name) and isinstance(doc, ast.Constant):
                     docs[name.id] = " ".join(str(doc.value).replace("`", "").split())
-    return docs
+    names = "|".join(field.name for field in dataclasses.fields(kind) if "_" in field.name)
+    if not names:
+        return docs
+    called = re.compile(rf"(?<![-\"\w])({names})(?![\"\w])")
+    return {name: called.sub(lambda m: flag_name(m[0]), doc) for name, doc in docs.items()}
+
+
+def _aliases(kind: type, name: str) -> tuple[str, ...]:
+    return _ALIASES.get(name, ()) if issubclass(kind, EngineConfig) else ()
 
 
 def flags(kind: type[T]) -> type[T]:
@@ -118,8 +132,9 @@ def flags(kind: type[T]) -> type[T]:
         quiet = any(field.default is value for value in silent)
         argument = tyro.conf.arg(
             help=docs.get(field.name),
-            help_behavior_hint="" if quiet else None,
+            help_behavior_hint="" if quiet else "(default: on)" if field.default is True else None,
             metavar=_METAVARS.get(hint),
+            aliases=_aliases(kind, field.name) or None,
         )
         one_way = (tyro.conf.FlagCreatePairsOff,) if field.default is False else ()
         kind.__annotations__[field.name] = Annotated[(hint, argument, *one_way)]
@@ -173,6 +188,8 @@ class SamplingFlags(SamplingParams):
     """Strings that end the output; not part of it unless --include-stop-str-in-output."""
     temperature: float = 0.0
     """Logits are divided by it; 0 is greedy: the same answer every time."""
+    detokenize: bool = True
+    """Make text of the tokens; --no-detokenize leaves the text empty."""
     max_tokens: IntOrNone = AtMost(512)  # noqa: RUF009  (as frozen as an int)
     """Most tokens to generate; none: up to the context length. The default gives way where context
     or pool have less room."""
@@ -283,12 +300,24 @@ def _as_dict(flags: Any, kind: type) -> dict[str, Any]:
     return {field.name: getattr(flags, field.name) for field in dataclasses.fields(kind)}
 
 
+def _flag_names(kind: type) -> Iterator[str]:
+    """Every flag of a command, short names among them."""
+    hints = get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from _flag_names(hints[field.name])
+        else:
+            yield from (flag_name(field.name), *_aliases(kind, field.name))
+
+
 def parse(kind: type[T], prog: str, argv: Sequence[str]) -> T:
     """Read a command's arguments into its dataclass.
 
     Prints help and exits 0 for `--help`; prints what is wrong, with the nearest flags, to stderr
-    and exits 2 for arguments that cannot be read.
+    and exits 2 for arguments that cannot be read. Raises `ConfigError` for another engine's flag.
     """
+    if (why := refusal(argv, set(_flag_names(kind)))) is not None:
+        raise ConfigError(f"'{prog}' has {why}")
     return tyro.cli(
         kind,
         prog=prog,

@@ -89,7 +89,7 @@ class Generate:
     """Print at the end what happened for lack of memory: who was preempted, had to wait or was
     refused, why, and until when."""
     sampling: SamplingFlags
-    beams: BeamFlags
+    beams: Annotated[BeamFlags, tyro.conf.arg(name="beam search")]
     engine: EngineFlags
 
 

@@ -11,7 +11,8 @@ from octavo.errors import ConfigError
 from octavo.util import flag_name
 
 if TYPE_CHECKING:
-    from octavo.cli.lab_flags import ArrivalFlags, SimFlags, TraceFlags
+    from octavo.cli.lab_flags import SimFlags
+    from octavo.cli.workload_flags import ArrivalFlags, TraceFlags
     from octavo.lab.workload import Workload
 
 

@@ -61,12 +61,21 @@ COMMANDS = (
 
 _INTRO = "LLM inference and serving from memory you can see."
 _EXAMPLES = (
-    ("octavo generate 'Why is the sky blue?'", "one answer from the default model"),
-    ("octavo generate --show-blocks 'Count to ten'", "watch its KV blocks being taken"),
+    ("octavo generate 'What is the capital of France?'", "one answer from the default model"),
+    ("octavo generate --show-blocks 'Write a haiku.'", "watch its KV blocks being taken"),
     ("octavo generate --file requests.jsonl --jsonl", "a file of requests, as one batch"),
     ("octavo serve", "OpenAI's API at http://127.0.0.1:8000/v1"),
-    ("octavo chat --model ./my-model", "a conversation with a local model"),
+    ("octavo serve Qwen/Qwen3-0.6B", "the same with a model of the Hugging Face hub"),
+    ("octavo chat ./model.gguf", "a conversation with a local model"),
 )
+_ELSEWHERE = {
+    "run": "octavo chat MODEL",
+    "ls": "octavo models list",
+    "ps": "octavo top",
+    "rm": "octavo models rm",
+    "show": "octavo models inspect",
+}
+"""What ollama's commands are called here, where the names are not alike."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,13 +107,14 @@ def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(_overview(COMMANDS, "octavo"))
         return 0
-    if words[0] == "--version":
+    if words[0] in ("-V", "--version", "version"):
         from octavo import __version__
 
         print(f"octavo {__version__}")
         return 0
     group = [command for command in COMMANDS if command.name.split()[0] == words[0]]
-    if len(group) > 1 and (len(words) == 1 or words[1] in ("-h", "--help")):
+    is_group = any(command.name != words[0] for command in group)
+    if is_group and (len(words) == 1 or words[1] in ("-h", "--help")):
         print(_overview(group, f"octavo {words[0]}"))
         return 0
     for command in group:
@@ -124,7 +134,7 @@ def _overview(commands: Sequence[Command], prog: str) -> str:
     lines += [f"  {bold}{c.name:18}{plain}{c.summary}" for c in commands]
     if len(commands) == len(COMMANDS):
         lines += ["", f"{bold}Examples{plain}"]
-        lines += [f"  {example:49}{meaning}" for example, meaning in _EXAMPLES]
+        lines += [f"  {example:50}{meaning}" for example, meaning in _EXAMPLES]
         lines += ["", "octavo --version tells the version."]
     lines += ["", f"{prog} COMMAND --help explains a command and its flags."]
     return "\n".join(lines)
@@ -132,13 +142,17 @@ def _overview(commands: Sequence[Command], prog: str) -> str:
 
 def _unknown(words: list[str], group: Sequence[Command]) -> int:
     """Say which command was probably meant."""
-    asked = " ".join(words[:2]) if group else words[0]
+    said = words[:2] if group else words[:1]
+    asked = " ".join(said)
     known = {command.name for command in group or COMMANDS}
     if not group:
         known |= {name.split()[0] for name in known}
-    near = difflib.get_close_matches(asked, sorted(known), n=1, cutoff=0.5)
+    elsewhere = _ELSEWHERE.get(said[-1], "")
+    is_here = elsewhere.startswith(f"octavo {words[0]} " if group else "octavo ")
+    near = [elsewhere] if is_here else []
+    near += [f"octavo {name}" for name in difflib.get_close_matches(asked, sorted(known), 1, 0.5)]
     kind = "option" if asked.startswith("-") else "command"
-    hint = f"did you mean 'octavo {near[0]}'? " if near else ""
+    hint = f"did you mean '{near[0]}'? " if near else ""
     _complain(f"unknown {kind} {asked!r}; {hint}'octavo --help' lists the commands")
     return 2
 

@@ -59,8 +59,10 @@ def main(prog: str, argv: Sequence[str]) -> int:
             f"--num-prompts must be at least 1, got {args.num_prompts}", parameter="num_prompts"
         )
     folder = args.out.resolve().parent
-    if not folder.is_dir() or args.out.is_dir():
-        raise ConfigError(f"cannot write {args.out}: no such folder; name another file with --out")
+    if not folder.is_dir() or (args.out.exists() and not args.out.is_file()):
+        # a device would be replaced by a file: the trace is renamed to its name at the end
+        why = "no regular file" if folder.is_dir() else "no such folder"
+        raise ConfigError(f"cannot write {args.out}: {why}; name another file with --out")
     from octavo.bench.profile import run_profile
     from octavo.bench.workload import random_workload, read_workload
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from octavo.cli.flags import flags, parse
 from octavo.cli.lab_checks import check_engine, check_warm_up, told_flags
-from octavo.cli.lab_flags import ArrivalFlags, MachineFlags, SimFlags, TraceFlags
+from octavo.cli.lab_flags import MachineFlags, SimFlags
+from octavo.cli.workload_flags import ArrivalFlags, TraceFlags
 from octavo.errors import ConfigError
 from octavo.util import flag_name
 

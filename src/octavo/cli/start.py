@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import TYPE_CHECKING
+
+from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo import LLM
@@ -18,6 +21,18 @@ def start_engine(config: EngineConfig) -> LLM:
 
     with RichProgress() as progress:
         return LLM(config=config, progress=progress)
+
+
+def with_model(config: EngineConfig, named: str | None) -> EngineConfig:
+    """The configuration with the model that a command was given as an argument, not by --model.
+
+    Raises `ConfigError` where it was given both ways.
+    """
+    if named is None:
+        return config
+    if config.model != type(config)().model:
+        raise ConfigError("the model is given twice: as an argument, or with --model")
+    return dataclasses.replace(config, model=named)
 
 
 def note(text: str, end: str = "\n") -> None:

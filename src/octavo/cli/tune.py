@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.cli.flags import Hidden, flags, parse
-from octavo.cli.lab_flags import ArrivalFlags, MachineFlags, SimFlags, TraceFlags
+from octavo.cli.lab_flags import MachineFlags, SimFlags
+from octavo.cli.workload_flags import ArrivalFlags, TraceFlags
 from octavo.config import KVPolicy
 from octavo.errors import ConfigError
 from octavo.lab.config import Router

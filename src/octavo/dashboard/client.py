@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -84,7 +85,12 @@ class FrameClient:
     def _why_unreachable(self, error: Exception) -> str:
         if isinstance(error, TimeoutError | asyncio.TimeoutError):
             return f"no answer from {self.url}"
-        return f"no server at {self.url}: start one by 'octavo serve', or say --url ({error})"
+        cause = getattr(error, "os_error", error)  # aiohttp's own text is long
+        if isinstance(cause, ConnectionError) and cause.errno:
+            why = os.strerror(cause.errno)  # asyncio says "Connect call failed" of all of them
+        else:  # names and certificates have numbers of their own
+            why = getattr(cause, "strerror", None) or str(error)
+        return f"no server at {self.url}: start one by 'octavo serve', or say --url ({why})"
 
 
 class Blocks:

@@ -30,6 +30,10 @@ _MAX_HELD = 4096
 _RETRY_S = 1.0
 _NUM_EVENTS = 50
 _POOL_LINES = 12
+_OTHER_LINES = 20
+"""What everything but the pool takes, with a few requests."""
+_LOW = 30
+"""A terminal of fewer lines shows the last events alone."""
 
 
 class TopApp(App[None]):
@@ -37,18 +41,22 @@ class TopApp(App[None]):
 
     TITLE = "octavo top"
     CSS = """
+    Screen { overflow: hidden; }
     #head { height: 1; background: $panel; }
-    #pool { height: auto; max-height: 14; padding: 0 1; }
+    #pool { height: auto; max-height: 14; padding: 0 1; text-wrap: nowrap; }
     #memory { height: auto; padding: 0 1; }
     #rates { height: auto; padding: 0 1; }
-    #requests { height: 1fr; min-height: 5; }
+    #requests { height: 1fr; min-height: 4; }
     #log { height: 6; border-top: solid $panel; padding: 0 1; }
+    .low #log { height: 3; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("space", "pause", "Pause", priority=True),
         Binding("s", "step", "Step"),
         Binding("q", "quit", "Quit"),
     ]
+
+    ENABLE_COMMAND_PALETTE = False
 
     def __init__(self, client: FrameClient) -> None:
         super().__init__()
@@ -160,6 +168,7 @@ class TopApp(App[None]):
 
     def on_resize(self) -> None:
         """The picture follows the terminal."""
+        self.screen.set_class(self.size.height < _LOW, "low")
         if self.frame is not None:
             self._show()
 
@@ -173,7 +182,7 @@ class TopApp(App[None]):
         assert frame is not None
         self._show_head()
         width = max(20, self.size.width - 2)
-        lines = max(3, min(_POOL_LINES, self.size.height // 3))
+        lines = max(3, min(_POOL_LINES, self.size.height - _OTHER_LINES))
         self._put("#pool", pool_text(self.blocks, width, lines))
         self._put("#memory", memory_text(frame, self.blocks.about, width))
         self._put("#rates", rates_text(frame, list(self._before)))

@@ -72,7 +72,7 @@ def pool_text(blocks: Blocks, width: int, most_lines: int) -> Text:
             style = _STYLES.get(state) or _OWNER_COLOURS[owner % len(_OWNER_COLOURS)]
             text.append("▓" if is_shared and state == USED else _CELLS[state], style)
         text.append("\n")
-    legend = "█ in use, coloured by request  ▓ shared  ▒ cached  · free  x free, in pieces"
+    legend = "█ used  ▓ shared  ▒ cached  · free  x free, in pieces"
     text.append(legend + (f"  (a cell is {per_cell} blocks)" if per_cell > 1 else ""), "dim")
     return text
 
@@ -90,7 +90,8 @@ def memory_text(frame: dict[str, Any], about: dict[str, Any], width: int) -> Tex
         before = end
     text.append("\n")
     for term, colour in _TERMS:
-        text.append(f"{term} {ledger[term] / total:.1%}  ", colour)
+        style = "grey62" if colour == "grey30" else colour  # a letter is thinner than a bar
+        text.append(f"{term} {ledger[term] / total:.1%}  ", style)
     text.append(f"pinned {ledger['pinned'] / total:.1%}  saved by sharing ")
     text.append(f"{ledger['shared_saved'] / total:.1%}", "bold")
     text.append(_groups_text(frame, about))

@@ -16,7 +16,8 @@ from octavo.engine.garbage import look_at_all_again
 from octavo.engine.input import Prompt
 from octavo.engine.report import MemoryReport, Pressure
 from octavo.errors import CapacityError, InvalidRequestError
-from octavo.kv.sizing import MemoryPlan, resized
+from octavo.kv.memory_plan import MemoryPlan
+from octavo.kv.sizing import resized
 from octavo.runner import memory
 from octavo.text.chat import chat_template as find_template
 from octavo.text.tokenizer import Tokenizer

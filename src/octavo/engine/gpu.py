@@ -29,7 +29,7 @@ from octavo.engine.sizing import (
     place_layers,
 )
 from octavo.errors import CapacityError, ConfigError
-from octavo.kv.sizing import GPUTerms, MemoryPlan
+from octavo.kv.memory_plan import GPUTerms, MemoryPlan
 from octavo.layers.workspace import Workspace
 from octavo.models.decoder import Decoder
 from octavo.runner import memory

@@ -17,9 +17,9 @@ from octavo.engine.arguments import (
 )
 from octavo.engine.driver import Driver, RequestStream
 from octavo.engine.input import Params, Prompt
-from octavo.engine.output import OutputKind, beams_of
+from octavo.engine.output import beams_of
 from octavo.errors import EngineDeadError
-from octavo.outputs import BeamSearchOutput, RequestOutput
+from octavo.outputs import BeamSearchOutput, OutputKind, RequestOutput
 from octavo.request import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
