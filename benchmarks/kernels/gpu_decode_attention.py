@@ -41,7 +41,8 @@ def pool(
     codes = data[:, : rows * dim].view(torch.float8_e4m3fn).view(shape)
     scales = data[:, rows * dim :].view(torch.float16).view(shape[:-1])
     for i in range(layers):
-        codes[:, i] = (100 * torch.randn_like(codes[:, i], dtype=torch.float16)).to(codes.dtype)
+        values = 100 * torch.randn_like(codes[:, i], dtype=torch.float16)
+        codes[:, i] = values.clamp_(-448, 448).to(codes.dtype)  # some versions of torch overflow
     return codes, scales.uniform_(0.005, 0.015)
 
 

@@ -1,8 +1,9 @@
 """The experts of a mixture (Shazeer et al. 2017): which ones serve a token, and their MLPs.
 
-Two ways to hold them. `SeparateExperts` has two layers an expert, of whatever kind is fastest here,
-and calls those that have tokens. `StackedExperts` (GPU) has them all in two tensors, as they are or
-in fp8, which kernels with fixed grids read, so that a step can be recorded.
+Three ways to hold them. `SeparateExperts` has two layers an expert, of whatever kind is fastest
+here, and calls those that have tokens. `StackedExperts` (GPU) has them all in two tensors, as they
+are or in fp8, which kernels with fixed grids read, so that a step can be recorded; so has
+`experts_grouped.GroupedExperts` integers that share scales in groups.
 """
 
 from __future__ import annotations
@@ -30,8 +31,12 @@ def route(logits: Tensor, moe: MoEConfig) -> tuple[Tensor, Tensor]:
     logits: [num_tokens, num_experts]. With groups, experts outside the best `groups_per_token`
     groups count 0 (group-limited greedy, DeepSeek-V2 2024, section 2.2.2).
 
-    Returns: [num_tokens, experts_per_token] int64, and float32 of the same shape.
+    Returns: [num_tokens, experts_per_token] int64 (on GPUs int32), and float32 of the same shape.
     """
+    if logits.is_cuda:
+        from octavo.ops.gpu import experts_route
+
+        return experts_route.route(logits, moe)
     wide = logits.float()
     scores = wide.softmax(dim=-1) if moe.scoring == "softmax" else wide.sigmoid()
     if moe.num_groups > 1:
@@ -49,8 +54,10 @@ def route(logits: Tensor, moe: MoEConfig) -> tuple[Tensor, Tensor]:
 class Experts(Protocol):
     """The MLPs `down(act(gate(x)) * up(x))` of all experts of a layer."""
 
-    capturable: bool
-    """As `models.sublayer.Sublayer.capturable`."""
+    @property
+    def capturable(self) -> bool:
+        """As `models.sublayer.Sublayer.capturable`."""
+        ...
 
     @property
     def num_bytes(self) -> int:
@@ -240,6 +247,10 @@ def make_experts(
         if isinstance(first, Tensor):
             assert quantize in (None, "fp8"), quantize
             return kept(first.dtype if quantize is None else torch.float8_e4m3fn)
+        from octavo.layers.experts_grouped import GroupedExperts, grouped_of
+
+        if grouped_of(first) is not None:
+            return GroupedExperts(moe, hidden_size, activation)
     return SeparateExperts(moe, hidden_size, activation, quantize)
 
 

@@ -47,6 +47,10 @@ class GroupedWeight(QuantizedWeight):
     order: Tensor | None = None
     """[in_features] int32: the input that stands at each place; None: as they come."""
 
+    def __post_init__(self) -> None:
+        """Kernels take all parts as dense."""
+        assert all(part is None or part.is_contiguous() for part in self._parts()), self.format
+
     @property
     def block(self) -> int:
         """Inputs of a block."""

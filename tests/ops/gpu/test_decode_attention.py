@@ -109,7 +109,7 @@ def test_head_sizes(
     dtype = torch.float16
     paged = make_paged([70, 5], block_size=16, num_kv_heads=1, head_dim=head_dim, dtype=dtype)
     query = draw((2, 2, head_dim), dtype, generator)
-    config = decode_attention.default_config(head_dim, 2, 16)
+    config = decode_attention.default_config(head_dim, 2, 2)
     out = run(query, paged, max_items=5, config=config)
     assert relative_error(out, expected(query, paged, head_dim**-0.5, 0, 0.0)) < TOLERANCE[dtype]
 
@@ -191,6 +191,41 @@ def test_fp8_cache(
     assert relative_error(out, exact) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("odd", [False, True])
+def test_fp8_scales_are_read_in_pairs(
+    odd: bool, make_paged: Any, generator: torch.Generator,
+    relative_error: Callable[[Tensor, Tensor], float],
+) -> None:  # fmt: skip
+    """Windows and lengths end between two of a pair; at odd distances of blocks there is none."""
+    lens, dtype = [100, 37, 64], torch.float16
+    paged = make_paged(lens, block_size=16, num_kv_heads=1, head_dim=16, dtype=dtype, fp8=True)
+    scales = paged.kv_scales
+    apart = torch.full((len(scales), scales[0].numel() + 1), torch.nan, dtype=dtype)
+    apart = apart.to(scales.device)[:, :-1] if odd else apart.to(scales.device)[:, 1:]
+    apart = apart.unflatten(1, scales.shape[1:])
+    apart.copy_(scales)
+    query = draw((3, 2, 16), dtype, generator)
+    if not odd:
+        with pytest.raises(ValueError, match="at a multiple of 4 bytes"):
+            run(query, dataclasses.replace(paged, kv_scales=apart))
+        apart = scales
+    paged = dataclasses.replace(paged, kv_scales=apart)
+    for window in (33, 0):
+        out = run(query, paged, window=window)
+        assert relative_error(out, expected(query, paged, 0.25, window, 0.0)) < TOLERANCE[dtype]
+
+
+def test_fp8_tiles_that_count_for_nothing(
+    make_paged: Any, generator: torch.Generator, relative_error: Callable[[Tensor, Tensor], float]
+) -> None:
+    """One token has all of the weight: that of others is 0, before it and behind."""
+    dtype = torch.float16
+    paged = make_paged(LENS, block_size=1, num_kv_heads=1, head_dim=16, dtype=dtype, fp8=True)
+    query = 1000 * draw((len(LENS), 3, 16), dtype, generator)
+    out = run(query, paged, max_items=len(LENS))
+    assert relative_error(out, expected(query, paged, 0.25, 0, 0.0)) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("distance", [9.0, 10.5])
 @pytest.mark.parametrize("scale,growing", [(7e-5, 0), (60_000.0, 0), (1.0, 4), (1.0, -4)])
 def test_fp8_values_of_any_size_beside_a_sink(
@@ -218,6 +253,15 @@ def test_fp8_values_of_any_size_beside_a_sink(
     query[:, :, 0] = 4 * distance
     exact = expected(query, paged, 0.25, 0, 0.0)
     assert relative_error(run(query, paged, max_items=3), exact) < 3e-3
+
+
+def test_two_warps_where_their_registers_hold_the_sums() -> None:
+    """Head sizes, bytes of a number, query heads of a KV head."""
+    for case, num_warps in {
+        (128, 1, 4): 2, (128, 1, 32): 4, (128, 1, 48): 4, (256, 1, 4): 4, (128, 2, 4): 4,
+        (64, 2, 4): 2, (64, 2, 71): 4, (512, 2, 4): 4,
+    }.items():  # fmt: skip
+        assert decode_attention.default_config(*case).num_warps == num_warps, case
 
 
 def test_more_query_heads_than_a_product_has_rows(

@@ -150,7 +150,7 @@ def test_the_grid_holds_every_routing() -> None:
     """As many tiles as the worst one needs, and no more than that."""
     for num_experts in (1, 3, 8):
         for num_pairs in (1, 2, 7, 31, 100, 1000):
-            block_m, num_tiles = experts._tiles(num_pairs, num_experts)
+            block_m, num_tiles = experts.tiles(num_pairs, num_experts)
             spread = [1] * min(num_experts, num_pairs)
             spread[0] += num_pairs - len(spread)
             assert sum(-(-count // block_m) for count in spread) <= num_tiles

@@ -16,7 +16,7 @@ from octavo.layers.quantized_gpu import Fp8Linear, make_quantized_gated, make_qu
 from octavo.ops import reference
 from octavo.ops.gpu import fp8_linear as module
 from octavo.ops.gpu.fp8_linear import fp8_linear, scale_into
-from octavo.ops.gpu.quantize import quantize_rows
+from octavo.ops.gpu.quantize import quantize_gated, quantize_rows
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 Error = Callable[[Tensor, Tensor], float]
@@ -78,6 +78,36 @@ def test_groups_have_scales_of_their_own(device: torch.device, relative_error: E
     assert relative_error(_wide(codes, scales)[:, part], x[:, part]) < 0.04
     with pytest.raises(ValueError, match="groups are of 128"):
         quantize_rows(x[:, :200].contiguous(), groups=True)
+
+
+@pytest.mark.parametrize("width", [100, 5000, 8192, 10000])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gated_rows_are_rounded(
+    scaled: bool, width: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Rows of one block or several, the last one full or not."""
+    torch.manual_seed(8)
+    num_rows = 2
+    both = _random(num_rows, 2 * width, dtype=dtype, device=device)
+    bias = _random(2 * width, dtype=dtype, device=device)
+    of_row = torch.rand(num_rows, 1, device=device) + 0.5
+    of_column = torch.rand(2 * width, 1, device=device) + 0.5
+    values = both.double()
+    if scaled:
+        values = values * (4 * of_row.double() * of_column.double().t())
+        codes, scales = quantize_gated(
+            both, "silu", row_scales=of_row, column_scales=of_column, factor=4.0, bias=bias
+        )
+    else:
+        codes, scales = quantize_gated(both, "silu", bias=bias)
+    gate, up = (values + bias.double()).chunk(2, 1)
+    expected = reference.activation(gate, "silu") * up
+    torch.testing.assert_close(
+        scales.double(), expected.abs().amax(1, keepdim=True) / E4M3_MAX, rtol=1e-5, atol=0
+    )
+    assert (codes.float() != _nearest(expected, scales)).float().mean() < 1e-3  # ties
+    with pytest.raises(ValueError, match="activation must be one of silu"):
+        quantize_gated(both, "tanh")
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -198,7 +228,8 @@ def test_layers(
 def test_up_and_down_in_one(
     num_rows: int, device: torch.device, relative_error: Error, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is between is rounded where it is made: the same as one layer after the other."""
+    """What is between is rounded to fp8 where it is made: as one layer after the other, but for
+    numbers so near the middle of two codes that rounding them to float16 first moves them."""
     if device.type == "cpu":
         monkeypatch.setattr(module, "cublas_product", _plain_product)
         monkeypatch.setattr(module, "is_cublas_product", lambda num_rows, *args: num_rows > 16)
@@ -217,7 +248,7 @@ def test_up_and_down_in_one(
     done = add_through(first, second, together, norm, x.clone())
     assert done == (num_rows > 16)
     if done:
-        assert relative_error(together, expected) < 2e-3
+        assert relative_error(together, expected) < 1e-2
     else:
         assert torch.equal(together, x)
     plain = make_quantized_linear(down.half(), biases[1])

@@ -96,6 +96,9 @@ def test_packing(width: int, bits: int) -> None:
     codes = torch.randint(0, 2**bits, (3, width), generator=torch.Generator().manual_seed(0))
     words = pack(codes, bits)
     assert words.shape[1] % 16 == 0
+    transposed = pack(codes.t().contiguous().t(), bits)  # as AWQ's codes come
+    assert transposed.is_contiguous()
+    assert torch.equal(transposed, words)
     unpacked = unpack(words, bits)
     assert torch.equal(unpacked[:, :width].long(), codes)
     assert unpacked[:, width:].abs().sum() == 0

@@ -19,9 +19,25 @@ def _tanh(x):
 
 
 @triton.jit
-def activated(x, ACTIVATION: tl.constexpr):
-    """act(x), in float32."""
-    if ACTIVATION == "silu":
+def activated(x, ACTIVATION: tl.constexpr, ASM: tl.constexpr = False):
+    """act(x), in float32; ASM: with an exponential and a reciprocal that leave out what makes them
+    exact to the last bit, a third of the instructions."""
+    if ACTIVATION == "silu" and ASM:
+        value = x * tl.inline_asm_elementwise(
+            """{
+            .reg .f32 e;
+            mul.f32 e, $1, 0fBFB8AA3B;
+            ex2.approx.ftz.f32 e, e;
+            add.f32 e, e, 0f3F800000;
+            rcp.approx.ftz.f32 $0, e;
+            }""",  # 1 / (1 + 2^(-log2(e) x))
+            "=r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    elif ACTIVATION == "silu":
         value = x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "gelu":
         value = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))

@@ -46,12 +46,21 @@ class DecodeConfig:
 
 
 @lru_cache(maxsize=256)
-def default_config(head_dim: int, element_bytes: int, block_size: int) -> DecodeConfig:
-    """The fastest on an H200, see `benchmarks/kernels/gpu_decode_attention.py`."""
-    row_bytes = triton.next_power_of_2(head_dim) * element_bytes
-    if row_bytes > 512:
+def default_config(head_dim: int, element_bytes: int, group: int) -> DecodeConfig:
+    """The fastest on an H200, see `benchmarks/kernels/gpu_decode_attention.py`; group: query heads
+    of a KV head."""
+    width = triton.next_power_of_2(head_dim)
+    if width * element_bytes > 512:
         return DecodeConfig(tile=32, buffers=1)
-    return DecodeConfig(tile=64, num_warps=2 if head_dim <= 64 else 4)
+    # Fewer warps a program, and more programs, where rounds wait for arithmetic and not for memory;
+    # registers of two warps have no room for more sums.
+    few = (head_dim <= 64 or element_bytes == 1) and _num_rows(group) * width <= 2048
+    return DecodeConfig(tile=64, num_warps=2 if few else 4)
+
+
+def _num_rows(group: int) -> int:
+    """Rows of a product: of query heads of one KV head, and tensor cores take 16 at least."""
+    return min(max(triton.next_power_of_2(group), 16), _MAX_ROWS)
 
 
 def paged_decode(
@@ -85,7 +94,8 @@ def paged_decode(
         kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim] of query's type,
             or float8_e4m3fn with kv_scales; blocks may be any distance apart (fp8: any even one).
             Beside float8_e4m3fn codes, queries must lie in float16's range.
-        kv_scales: float16 [num_blocks, num_layers, 2, num_kv_heads, block_size], or None.
+        kv_scales: float16 [num_blocks, num_layers, 2, num_kv_heads, block_size], or None; at a
+            multiple of 4 bytes, as two are read at once.
         layer: which layer of the cache.
         block_tables: int32 [max_rows, max_blocks]; entries of no attended position are not read.
         table_rows: int32 [num_seqs], each sequence's row; None: its own number.
@@ -103,39 +113,15 @@ def paged_decode(
 
     Raises: TypeError for dtypes, ValueError for shapes and strides.
     """
-    _, num_heads, head_dim = shape = query.shape
-    _, num_layers, two, num_kv_heads, block_size, cache_dim = kv_cache.shape
-    if not (
-        shape == out.shape
-        and query.dtype == out.dtype
-        and kv_cache.dtype == (query.dtype if kv_scales is None else torch.float8_e4m3fn)
-        and (kv_scales is None or kv_scales.dtype == torch.float16)
-        and query.stride()[1:] == out.stride()[1:] == (head_dim, 1)
-        and cache_dim == head_dim
-        and two == 2
-        and num_heads % num_kv_heads == 0
-        and 0 <= layer < num_layers
-        and kv_cache.stride()[1:] == _dense(kv_cache.shape[1:])
-        and (
-            kv_scales is None
-            or (
-                kv_scales.shape == kv_cache.shape[:5]
-                and kv_scales.stride()[1:] == _dense(kv_cache.shape[1:5])
-            )
-        )
-    ):
-        _explain(out, query, kv_cache, kv_scales, layer)
+    _check_pool(out, query, kv_cache, kv_scales, layer)
     rows = seq_lens if table_rows is None else table_rows
     if not (block_tables.dtype == rows.dtype == torch.int32 and block_tables.stride(1) == 1):
         raise _wrong_indices(block_tables=block_tables, table_rows=rows)
     _check_work(query, seq_lens, rows, items, item_start, partial, partial_lse)
-    if alibi is not None and (
-        alibi.dtype != torch.float32 or alibi.shape != (num_heads,) or not alibi.is_contiguous()
-    ):
-        raise ValueError(
-            f"alibi must be contiguous float32 [{num_heads}]: {alibi.dtype} {alibi.shape}"
-        )
-    config = config or default_config(head_dim, kv_cache.element_size(), block_size)
+    _check_slopes(alibi, query.shape[1])
+    num_kv_heads, block_size, head_dim = kv_cache.shape[3:]
+    group = query.shape[1] // num_kv_heads
+    config = config or default_config(head_dim, kv_cache.element_size(), group)
     scale_stride = 0 if kv_scales is None else kv_scales.stride(0)
     _launch(
         out, query, kv_cache, kv_cache, kv_scales, block_tables, table_rows, seq_lens, items,
@@ -166,7 +152,8 @@ def contiguous_decode(
     assert keys.is_contiguous() and values.is_contiguous() and keys.shape == values.shape
     assert query.dtype == keys.dtype == values.dtype
     _check_work(query, seq_lens, seq_lens, items, item_start, partial, partial_lse)
-    config = config or default_config(head_dim, keys.element_size(), max_len)
+    group = query.shape[1] // num_kv_heads
+    config = config or default_config(head_dim, keys.element_size(), group)
     _launch(
         out, query, keys, values, None, items, None, seq_lens, items, item_start, partial,
         partial_lse, None, 0, scale, window, soft_cap, keys.stride(0), 0, 0, num_kv_heads,
@@ -238,7 +225,7 @@ def _kernels(
     num_heads, num_kv_heads, head_dim, block_size = shape
     query_type, cache_type, no_scales, no_rows, no_slopes = types
     group, tile = num_heads // num_kv_heads, config.tile
-    rows = min(max(triton.next_power_of_2(group), 16), _MAX_ROWS)
+    rows = _num_rows(group)
     dim_pad = max(32, triton.next_power_of_2(head_dim))
     # The compiler gives each level of indirection its share of the stages.
     stages = config.buffers * (2 if paged else 1) + 1
@@ -281,6 +268,75 @@ def _dense(shape: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def _check_pool(
+    out: Tensor, query: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, layer: int
+) -> None:
+    """Raises what is wrong with queries, results and the pool; one look where nothing is."""
+    _, num_heads, head_dim = shape = query.shape
+    _, num_layers, two, num_kv_heads, _, cache_dim = kv_cache.shape
+    if not (
+        shape == out.shape
+        and query.dtype == out.dtype
+        and kv_cache.dtype == (query.dtype if kv_scales is None else torch.float8_e4m3fn)
+        and (
+            kv_scales is None
+            or (kv_scales.dtype == torch.float16 and kv_scales.data_ptr() % 4 == 0)
+        )
+        and query.stride()[1:] == out.stride()[1:] == (head_dim, 1)
+        and cache_dim == head_dim
+        and two == 2
+        and num_heads % num_kv_heads == 0
+        and 0 <= layer < num_layers
+        and kv_cache.stride()[1:] == _dense(kv_cache.shape[1:])
+        and (
+            kv_scales is None
+            or (
+                kv_scales.shape == kv_cache.shape[:5]
+                and kv_scales.stride()[1:] == _dense(kv_cache.shape[1:5])
+            )
+        )
+    ):
+        _explain(out, query, kv_cache, kv_scales, layer)
+
+
+def _explain(
+    out: Tensor, query: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, layer: int
+) -> NoReturn:
+    """Raises the error that says which argument is wrong."""
+    _, num_heads, head_dim = query.shape
+    num_kv_heads, num_layers = kv_cache.shape[3], kv_cache.shape[1]
+    if query.dtype != out.dtype:
+        raise TypeError(f"out must have query's type {query.dtype}, not {out.dtype}")
+    wanted = query.dtype if kv_scales is None else torch.float8_e4m3fn
+    if kv_cache.dtype != wanted or (kv_scales is not None and kv_scales.dtype != torch.float16):
+        raise TypeError(
+            f"kv_cache must have query's type {query.dtype}, or be float8_e4m3fn with float16"
+            f" kv_scales: {kv_cache.dtype}, scales {None if kv_scales is None else kv_scales.dtype}"
+        )
+    if query.shape != out.shape or head_dim != kv_cache.shape[5] or num_heads % num_kv_heads:
+        raise ValueError(
+            f"query {tuple(query.shape)}, out {tuple(out.shape)} and kv_cache"
+            f" {tuple(kv_cache.shape)} do not fit each other"
+        )
+    if not 0 <= layer < num_layers:
+        raise ValueError(f"layer must be in [0, {num_layers}): {layer}")
+    raise ValueError(
+        f"heads must be dense, and kv_cache within a block: strides of query {query.stride()}, out"
+        f" {out.stride()}, kv_cache {kv_cache.stride()} for {tuple(kv_cache.shape)}; and kv_scales"
+        f" alike, at a multiple of 4 bytes:"
+        f" {None if kv_scales is None else (tuple(kv_scales.shape), kv_scales.stride())}"
+    )
+
+
+def _check_slopes(alibi: Tensor | None, num_heads: int) -> None:
+    if alibi is not None and (
+        alibi.dtype != torch.float32 or alibi.shape != (num_heads,) or not alibi.is_contiguous()
+    ):
+        raise ValueError(
+            f"alibi must be contiguous float32 [{num_heads}]: {alibi.dtype} {alibi.shape}"
+        )
+
+
 def _check_work(
     query: Tensor, seq_lens: Tensor, table_rows: Tensor, items: Tensor, item_start: Tensor,
     partial: Tensor, partial_lse: Tensor,
@@ -320,32 +376,4 @@ def _wrong_indices(**tensors: Tensor) -> TypeError:
     return TypeError(
         "indices must be int32 (partial results float32), all but the rows of block_tables dense: "
         + ", ".join(told)
-    )
-
-
-def _explain(
-    out: Tensor, query: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, layer: int
-) -> NoReturn:
-    """Raises the error that says which argument is wrong."""
-    _, num_heads, head_dim = query.shape
-    num_kv_heads, num_layers = kv_cache.shape[3], kv_cache.shape[1]
-    if query.dtype != out.dtype:
-        raise TypeError(f"out must have query's type {query.dtype}, not {out.dtype}")
-    wanted = query.dtype if kv_scales is None else torch.float8_e4m3fn
-    if kv_cache.dtype != wanted or (kv_scales is not None and kv_scales.dtype != torch.float16):
-        raise TypeError(
-            f"kv_cache must have query's type {query.dtype}, or be float8_e4m3fn with float16"
-            f" kv_scales: {kv_cache.dtype}, scales {None if kv_scales is None else kv_scales.dtype}"
-        )
-    if query.shape != out.shape or head_dim != kv_cache.shape[5] or num_heads % num_kv_heads:
-        raise ValueError(
-            f"query {tuple(query.shape)}, out {tuple(out.shape)} and kv_cache"
-            f" {tuple(kv_cache.shape)} do not fit each other"
-        )
-    if not 0 <= layer < num_layers:
-        raise ValueError(f"layer must be in [0, {num_layers}): {layer}")
-    raise ValueError(
-        f"heads must be dense, and kv_cache within a block: strides of query {query.stride()}, out"
-        f" {out.stride()}, kv_cache {kv_cache.stride()} for {tuple(kv_cache.shape)}; and kv_scales"
-        f" alike: {None if kv_scales is None else (tuple(kv_scales.shape), kv_scales.stride())}"
     )

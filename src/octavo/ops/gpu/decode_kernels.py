@@ -5,11 +5,11 @@
 import triton
 import triton.language as tl
 
-# Under fp8, float16 holds probability * scale / largest scale so far * _LIFT, which is at most
-# _LIFT: nothing overflows, and what is a 10^-9th of the largest is no subnormal yet.
+# Under fp8, float16 holds probability * scale / what none so far exceeded * _LIFT, at most _LIFT:
+# nothing overflows, and what is a 10^-8th of the largest is no subnormal yet.
 _LIFT = tl.constexpr(32768.0)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_LEAST_SCALE = tl.constexpr(6.103515625e-05)  # of those that are written, see `rope_cache`
+_LEAST_TOP = tl.constexpr(2.0**-126)
 
 
 @triton.jit
@@ -103,20 +103,50 @@ def _clear_padding(out, seq_lens, padding, cells, mask, OUT_STRIDE: tl.constexpr
 @triton.jit
 def _slots(
     table, start, position, inside, end,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, GROUPED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, GROUPED: tl.constexpr, STEP: tl.constexpr = 1,
 ):  # fmt: skip
-    """(Block, slot in it) of each position of a tile; GROUPED: an entry of the table is read once
-    for all its tokens, as no block begins within their share of the tile."""
+    """(Block, slot in it) of each position of a tile, or under GROUPED of each STEP-th; GROUPED: an
+    entry of the table is read once for all its tokens, as no block begins within their share of
+    the tile."""
     if GROUPED:
         share: tl.constexpr = TILE if TILE < BLOCK_SIZE else BLOCK_SIZE
-        slot = tl.arange(0, TILE) % BLOCK_SIZE + (start % BLOCK_SIZE if BLOCK_SIZE > TILE else 0)
+        slot = tl.arange(0, TILE // STEP) * STEP % BLOCK_SIZE
+        slot += start % BLOCK_SIZE if BLOCK_SIZE > TILE else 0
         index = start // BLOCK_SIZE + tl.arange(0, TILE // share)
         block = tl.load(table + index, mask=index * BLOCK_SIZE < end, other=0)
-        block = tl.broadcast_to(block[:, None], (TILE // share, share)).reshape((TILE,))
+        block = tl.broadcast_to(block[:, None], (TILE // share, share // STEP))
+        block = block.reshape((TILE // STEP,))
     else:
         slot = position % BLOCK_SIZE
         block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0)
     return block.to(tl.int64), slot
+
+
+@triton.jit
+def _pairs_of_scales(
+    planes, table, start, low, end, inside,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    """float32 scales of a tile's tokens, 0 outside; every two tokens', of which the first has an
+    even slot, are read as one number: the compiler lets no load of 16 bits run ahead."""
+    block, slot = _slots(table, start, None, None, end, BLOCK_SIZE, TILE, True, 2)
+    position = start + tl.arange(0, TILE // 2) * 2
+    both = tl.load(
+        planes.to(tl.pointer_type(tl.int32), bitcast=True) + (block * STRIDE + slot) // 2,
+        mask=(position + 1 >= low) & (position < end),
+        other=0,
+    )
+    first = both.to(tl.int16).to(tl.float16, bitcast=True)
+    second = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    scales = tl.reshape(tl.join(first, second), (TILE,)).to(tl.float32)
+    return tl.where(inside, scales, 0.0)
+
+
+@triton.jit
+def _power_above(x):
+    """(The least power of two that is no less than x, one over it), for x >= 0 in float32."""
+    bits = (x.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -158,8 +188,8 @@ def decode_kernel(
     keys is the pool, [blocks, layers, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM] with blocks
     BLOCK_STRIDE apart; or, with PAGED False, keys and values are [sequences, NUM_KV_HEADS,
     BLOCK_SIZE, HEAD_DIM]. Under fp8, even and odd dimensions are multiplied apart, in float16
-    (float32 for such queries); probabilities times their tokens' scales are there divided by the
-    largest scale, and the sums multiplied by it again in float32.
+    (float32 for such queries); probabilities times their tokens' scales are there divided by a
+    power of two that none exceeds, and the sums multiplied by it again in float32.
     """
     item = tl.program_id(1)
     head, part = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS
@@ -200,6 +230,8 @@ def decode_kernel(
         keys += plane_id * plane
         if fp8:
             key_scales = kv_scales + plane_id * BLOCK_SIZE
+            value_scales = key_scales + NUM_KV_HEADS * BLOCK_SIZE
+            pairs: tl.constexpr = GROUPED and BLOCK_SIZE % 2 == 0 and SCALE_STRIDE % 2 == 0
             keys = keys.to(tl.pointer_type(tl.int16), bitcast=True)
     else:
         keys += seq_long * BLOCK_STRIDE + head * plane
@@ -219,8 +251,8 @@ def decode_kernel(
         slopes = tl.load(alibi + heads, mask=rows < group, other=0.0) * _LOG2_E
     if fp8:
         second_acc = tl.zeros_like(acc)
-        # The largest scale so far, which the sums are in units of.
-        top_scale = tl.full([], _LEAST_SCALE, tl.float32)
+        # What no probability times scale has exceeded so far, which the sums are in units of.
+        top = tl.full([ROWS], _LEAST_TOP, tl.float32)
         second_q = tl.load(q_at + 1, mask=q_mask, other=0.0)
         if q.dtype != tl.float32:  # codes are exact in it, and scores larger than in bfloat16
             q, second_q = q.to(tl.float16), second_q.to(tl.float16)
@@ -248,8 +280,19 @@ def decode_kernel(
             k, second_k = _two_codes(k, ASM)
             scores = tl.dot(second_q, tl.trans(second_k.to(q.dtype)), input_precision="ieee")
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), scores, input_precision="ieee")
-            scale_at = key_scales + block * SCALE_STRIDE + slot
-            scores *= tl.load(scale_at, mask=inside, other=0.0).to(tl.float32)[None, :]
+            if pairs:
+                k_scale = _pairs_of_scales(
+                    key_scales, table, start, low, end, inside, BLOCK_SIZE, TILE, SCALE_STRIDE
+                )
+                v_scale = _pairs_of_scales(
+                    value_scales, table, start, low, end, inside, BLOCK_SIZE, TILE, SCALE_STRIDE
+                )
+            else:
+                scale_at = key_scales + block * SCALE_STRIDE + slot
+                k_scale = tl.load(scale_at, mask=inside, other=0.0).to(tl.float32)
+                scale_at += NUM_KV_HEADS * BLOCK_SIZE
+                v_scale = tl.load(scale_at, mask=inside, other=0.0).to(tl.float32)
+            scores *= k_scale[None, :]
         else:
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         distance = position - (seq_len - 1)
@@ -259,12 +302,11 @@ def decode_kernel(
         fade, weights = tl.exp2(best - new_best), tl.exp2(scores - new_best[:, None])
         total = total * fade + tl.sum(weights, 1)
         if fp8:
-            v_scale = tl.load(scale_at + NUM_KV_HEADS * BLOCK_SIZE, mask=inside, other=0.0)
-            v_scale = v_scale.to(tl.float32)
-            new_top = tl.maximum(top_scale, tl.max(v_scale, 0))
-            weights = (weights * (v_scale * (1.0 / new_top) * _LIFT)[None, :]).to(q.dtype)
-            fade *= top_scale / new_top
-            top_scale = new_top
+            weights *= v_scale[None, :]
+            fade *= top
+            top, inverse = _power_above(tl.maximum(fade, tl.max(weights, 1)))
+            weights = (weights * inverse[:, None] * _LIFT).to(q.dtype)
+            fade *= inverse
             v, second_v = _two_codes(v, ASM)
             second_acc = tl.dot(
                 weights, second_v.to(q.dtype), second_acc * fade[:, None], input_precision="ieee"
@@ -275,7 +317,7 @@ def decode_kernel(
         best = new_best
 
     if fp8:
-        acc = tl.join(acc, second_acc).reshape((ROWS, DIM_PAD)) * (top_scale / _LIFT)
+        acc = tl.join(acc, second_acc).reshape((ROWS, DIM_PAD)) * (top / _LIFT)[:, None]
     total = tl.where(total > 0.0, total, 1.0)
     acc /= total[:, None]
     if (first <= window_start) & (end == seq_len):

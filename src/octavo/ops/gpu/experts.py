@@ -16,22 +16,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.gpu.activation import _tanh
+from octavo.arch import ACTIVATIONS
+from octavo.ops.gpu import pdl
+from octavo.ops.gpu.activation import activated
 
 _BLOCK_N, _BLOCK_K = 64, 64
 _GROUP = 128
 """Inputs that share a scale of a weight, where rows have several."""
 _SORT_BLOCK = 1024
 _SUM_BLOCK = 1024
-_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
 
 @triton.jit
-def _sort_kernel(ids, order, starts, num_pairs, num_experts, BLOCK: tl.constexpr):
+def _sort_kernel(
+    ids, order, starts, num_pairs, num_experts, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """Program e: starts[e] = number of ids below e, and order from there on = where ids are e, in
     rising order; starts[num_experts] = num_pairs."""
     expert = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     below = tl.zeros((BLOCK,), dtype=tl.int32)
     for first in range(0, num_pairs, BLOCK):
         chosen = tl.load(ids + first + lanes, mask=first + lanes < num_pairs, other=num_experts)
@@ -49,7 +55,7 @@ def _sort_kernel(ids, order, starts, num_pairs, num_experts, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _tile_of(starts, tile, num_experts, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+def tile_of(starts, tile, num_experts, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
     """(Expert, its first row of this tile, end of its rows); past the last tile the end is 0."""
     lanes = tl.arange(0, EXPERTS)
     real = lanes < num_experts
@@ -61,20 +67,6 @@ def _tile_of(starts, tile, num_experts, EXPERTS: tl.constexpr, BLOCK_M: tl.const
     here = lanes == expert
     first = tl.sum(tl.where(here, low + (tile - ends + tiles) * BLOCK_M, 0), 0)
     return expert.to(tl.int64), first, tl.sum(tl.where(here, high, 0), 0)
-
-
-@triton.jit
-def _activated(x, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "silu":
-        return x / (1.0 + tl.exp(-x))
-    elif ACTIVATION == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":
-        return 0.5 * x * (1.0 + _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
-    elif ACTIVATION == "relu":
-        return tl.maximum(x, 0.0)
-    else:
-        return tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
 
 
 @triton.jit
@@ -103,7 +95,7 @@ def _scaled(total, scales_at, wanted, GROUP: tl.constexpr):
 def _gated_kernel(
     x, weight, weight_scales, order, starts, out, x_stride, num_experts, width, in_features, top_k,
     ACTIVATION: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[r] = act(x[t] G_e^T) * (x[t] U_e^T), for the token t of the pair at row r of expert e.
 
@@ -111,7 +103,10 @@ def _gated_kernel(
     weight_scales [experts, 2 width, 1 or in_features / GROUP] where there are any; out [pairs,
     width], sorted by expert. float32 inside, rounded once.
     """
-    expert, first, end = _tile_of(starts, tl.program_id(0), num_experts, EXPERTS, BLOCK_M)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert, first, end = tile_of(starts, tl.program_id(0), num_experts, EXPERTS, BLOCK_M)
     if first >= end:
         return
     rows = first + tl.arange(0, BLOCK_M)
@@ -142,7 +137,7 @@ def _gated_kernel(
         up = _add_product(up, a, at_up + start, mask, up_scales, start, wanted, GROUP, PRECISION)
     gate = _scaled(gate, gate_scales, wanted, GROUP)
     up = _scaled(up, up_scales, wanted, GROUP)
-    value = _activated(gate, ACTIVATION) * up
+    value = activated(gate, ACTIVATION) * up
     at_out = out + rows[:, None].to(tl.int64) * width + features[None, :]
     tl.store(at_out, value.to(out.dtype.element_ty), mask=inside[:, None] & wanted)
 
@@ -151,7 +146,7 @@ def _gated_kernel(
 def _down_kernel(
     x, weight, weight_scales, order, starts, scales, out, num_experts, out_features, in_features,
     EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[p] = scales[p] (x[r] D_e^T), for the pair p = order[r] of expert e.
 
@@ -159,7 +154,10 @@ def _down_kernel(
     weight_scales, as of `_gated_kernel`; scales [pairs] float32; out [pairs, out_features], by
     token. float32 inside, rounded once.
     """
-    expert, first, end = _tile_of(starts, tl.program_id(0), num_experts, EXPERTS, BLOCK_M)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert, first, end = tile_of(starts, tl.program_id(0), num_experts, EXPERTS, BLOCK_M)
     if first >= end:
         return
     rows = first + tl.arange(0, BLOCK_M)
@@ -190,11 +188,14 @@ def _down_kernel(
 
 
 @triton.jit
-def _sum_kernel(parts, out, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_kernel(parts, out, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out[t] = sum_j parts[t, j] in float32, rounded once."""
     token = tl.program_id(0).to(tl.int64)
     features = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = features < width
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for j in range(TOP_K):
         at = parts + (token * TOP_K + j) * width + features
@@ -216,8 +217,9 @@ def sort_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
     _sort_kernel[(num_experts,)](
-        ids, order, starts, ids.numel(), num_experts, BLOCK=_SORT_BLOCK, num_warps=4
-    )
+        ids, order, starts, ids.numel(), num_experts, BLOCK=_SORT_BLOCK, num_warps=4,
+        **pdl.launch_options(ids.device),
+    )  # fmt: skip
     return order, starts
 
 
@@ -240,17 +242,17 @@ def gated(
     Raises: TypeError for dtypes; ValueError for shapes, strides and activations.
     """
     num_experts, width = len(starts) - 1, out.shape[1]
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}: {activation}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}: {activation}")
     if x.stride(1) != 1 or len(order) != len(x) * top_k:
         raise ValueError(f"x must have dense rows, and a {top_k}th of the {len(order)} pairs")
     _check(weight, weight_scales, (num_experts, 2 * width, x.shape[1]), x, out, len(order))
     if not len(x):
         return out
-    block_m, num_tiles = _tiles(len(order), num_experts)
+    block_m, num_tiles = tiles(len(order), num_experts)
     _gated_kernel[(num_tiles, triton.cdiv(width, _BLOCK_N))](
         x, weight, weight_scales, order, starts, out, x.stride(0), num_experts, width, x.shape[1],
-        top_k, ACTIVATION=activation, **_constants(num_experts, block_m, x.dtype, weight_scales),
+        top_k, ACTIVATION=activation, **_constants(num_experts, block_m, x, weight_scales),
     )  # fmt: skip
     return out
 
@@ -279,10 +281,10 @@ def down(
     _check(weight, weight_scales, shape, x, out.flatten(0, 1), len(x))
     if not len(x):
         return out
-    block_m, num_tiles = _tiles(len(x), num_experts)
+    block_m, num_tiles = tiles(len(x), num_experts)
     _down_kernel[(num_tiles, triton.cdiv(features, _BLOCK_N))](
         x, weight, weight_scales, order, starts, scales, out, num_experts, features, x.shape[1],
-        **_constants(num_experts, block_m, x.dtype, weight_scales),
+        **_constants(num_experts, block_m, x, weight_scales),
     )  # fmt: skip
     return out
 
@@ -299,21 +301,24 @@ def combine(parts: Tensor, out: Tensor) -> Tensor:
         raise ValueError(f"out must be contiguous {(num_tokens, width)}: {tuple(out.shape)}")
     if num_tokens:
         _sum_kernel[(num_tokens, triton.cdiv(width, _SUM_BLOCK))](
-            parts, out, width, TOP_K=top_k, BLOCK=_SUM_BLOCK, num_warps=4
-        )
+            parts, out, width, TOP_K=top_k, BLOCK=_SUM_BLOCK, num_warps=4,
+            **pdl.launch_options(out.device),
+        )  # fmt: skip
     return out
 
 
-def _tiles(num_pairs: int, num_experts: int) -> tuple[int, int]:
-    """(Rows of a tile, most tiles that there can be): by how many rows an expert has on average."""
-    mean = num_pairs / num_experts
-    block_m = 16 if mean <= 16 else 32 if mean <= 48 else 64 if mean <= 192 else 128
+def tiles(num_pairs: int, num_experts: int, block_m: int | None = None) -> tuple[int, int]:
+    """(Rows of a tile, most tiles that there can be): by how many rows an expert has on average,
+    or with tiles of block_m rows."""
+    if block_m is None:
+        mean = num_pairs / num_experts
+        block_m = 16 if mean <= 16 else 32 if mean <= 48 else 64 if mean <= 192 else 128
     busy = min(num_experts, num_pairs)
     return block_m, (num_pairs - busy) // block_m + busy
 
 
 def _constants(
-    num_experts: int, block_m: int, dtype: torch.dtype, weight_scales: Tensor | None
+    num_experts: int, block_m: int, x: Tensor, weight_scales: Tensor | None
 ) -> dict[str, object]:
     grouped = weight_scales is not None and weight_scales.shape[-1] > 1
     return {
@@ -322,9 +327,10 @@ def _constants(
         "BLOCK_N": _BLOCK_N,
         "BLOCK_K": _BLOCK_K,
         "GROUP": _GROUP if grouped else 0,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
         "num_warps": 8 if block_m == 128 else 4,
-        "num_stages": 4 if dtype.itemsize == 2 else 2,
+        "num_stages": 4 if x.element_size() == 2 else 2,
+        **pdl.launch_options(x.device),
     }
 
 

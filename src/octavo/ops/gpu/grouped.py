@@ -72,7 +72,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     block = WORDS * per_word
     padded = torch.nn.functional.pad(codes.to(torch.int32), (0, -width % block))
     parts = padded.view(num_rows, -1, per_word, WORDS)
-    words = torch.zeros_like(parts[:, :, 0])
+    words = torch.zeros_like(parts[:, :, 0], memory_format=torch.contiguous_format)
     for i in range(per_word):
         words |= parts[:, :, i] << (bits * i)
     return words.reshape(num_rows, -1)

@@ -80,3 +80,98 @@ def codes_of(words, TYPE: tl.constexpr, ASM: tl.constexpr):
         for i in tl.static_range(8):
             codes = codes + ((((words >> (4 * i)) & 15) | (base & 0xFFFF)).to(tl.int16),)
         return codes
+
+
+@triton.jit
+def value_of(
+    words, scale, zero, i: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
+    ZERO_POINT: tl.constexpr, EXACT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Weight i of each word, in float32; scale and zero [outputs, 1].
+
+    Unless EXACT, what is lifted is taken off the product: one instruction, and a float16's
+    rounding of the smallest weights is twice its error.
+    """
+    code = lifted_code(words, i, BITS, ASM)
+    if ZERO == "offsets":
+        if EXACT:
+            return (code - lift(i, BITS)) * scale + zero
+        return code * scale + (zero - lift(i, BITS) * scale)
+    point = zero
+    if ZERO == "point":
+        point = ZERO_POINT
+    if EXACT:
+        return (code - (lift(i, BITS) + point)) * scale
+    return code * scale - (lift(i, BITS) + point) * scale
+
+
+@triton.jit
+def _centred(codes, zero, TYPE: tl.constexpr, ASM: tl.constexpr):
+    """codes of `codes_of` less 128 (or 1024) and zero, whole numbers, exact: in TYPE."""
+    codes = codes.to(TYPE, bitcast=True)
+    lifted: tl.constexpr = 128.0 if TYPE.is_bf16() else 1024.0
+    offset = (-lifted - zero).to(TYPE)
+    if ASM:  # two at once
+        add: tl.constexpr = (
+            "{ .reg .b32 one; mov.b32 one, 0x3F803F80; fma.rn.bf16x2 $0, $1, one, $2; }"
+            if TYPE.is_bf16()
+            else "add.rn.f16x2 $0, $1, $2;"
+        )
+        return tl.inline_asm_elementwise(
+            add, "=r,r,r", [codes, offset], dtype=codes.dtype, is_pure=True, pack=2
+        )
+    else:
+        return codes + offset
+
+
+@triton.jit
+def _side_by_side(parts, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """[n, 16 COUNT] of [n, 16] tensors, 1, 2, 4 or 8 of them from parts[FIRST] on.
+
+    Where it becomes an operand of tensor cores this moves nothing: they take 16 columns at a time,
+    and lanes have the same ones of each 16.
+    """
+    n: tl.constexpr = parts[FIRST].shape[0]
+    if COUNT == 1:
+        return parts[FIRST]
+    elif COUNT == 2:
+        two = tl.join(parts[FIRST], parts[FIRST + 1])
+        return tl.reshape(tl.permute(two, (0, 2, 1)), (n, 32))
+    elif COUNT == 4:
+        even = tl.join(parts[FIRST], parts[FIRST + 2])
+        odd = tl.join(parts[FIRST + 1], parts[FIRST + 3])
+        return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 1)), (n, 64))
+    else:
+        even = tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6]))
+        odd = tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7]))
+        return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1)), (n, 128))
+
+
+@triton.jit
+def add_product(
+    total, words, of_places, scale, zero, rows, unit: tl.constexpr, PER_UNIT: tl.constexpr,
+    BITS: tl.constexpr, ZERO: tl.constexpr, ZERO_POINT: tl.constexpr, SCALED_SUMS: tl.constexpr,
+    EXACT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """total [outputs, rows] and the product of inputs that share scales with rows.
+
+    words [outputs, 16]; the inputs are those of PER_UNIT places from unit * PER_UNIT on, rows
+    [16 PER_UNIT, rows]; scale and zero [outputs, 1] float32. Under SCALED_SUMS (codes of 4 bits,
+    `of_places` being their `codes_of`, with zeros) codes less zero, exact, are multiplied, and
+    their sums scaled. Else weights are scaled and rounded to rows' type.
+    """
+    dtype: tl.constexpr = rows.dtype
+    if SCALED_SUMS:
+        if ZERO == "point":
+            zero = tl.full(scale.shape, ZERO_POINT, tl.float32)
+        codes = _side_by_side(of_places, unit * PER_UNIT, PER_UNIT)
+        return total + tl.dot(_centred(codes, zero, dtype, ASM), rows) * scale
+    else:
+        values = ()
+        for i in tl.static_range(PER_UNIT):
+            w = value_of(
+                words, scale, zero, unit * PER_UNIT + i, BITS, ZERO, ZERO_POINT, EXACT, ASM
+            )
+            values = values + (w.to(dtype),)
+        precision: tl.constexpr = "ieee" if EXACT else "tf32"
+        return tl.dot(_side_by_side(values, 0, PER_UNIT), rows, total, input_precision=precision)

@@ -3,9 +3,9 @@
 Few rows read the weight as it is packed and expand it in registers. For many rows it is cheaper to
 expand it once, into memory that all layers share, and leave the product to cuBLAS.
 
-Measured on an H200 when codes of 4 bits were still scaled one by one, a layer of Llama-3.1-8B in
-groups of 128: 111 us for 8 rows (in bfloat16 128), 158 for 32 (133), 216 for 64 (139); expanded 318
-for 64 and 792 for 1,024 (612).
+Measured on an H200, a layer of Llama-3.1-8B of 4 bits in groups of 128: 75.6 us for 8 rows (in
+bfloat16 126), 80.8 for 32 (131), 138 for 64 (136); expanded, in an earlier run, 318 for 64 and 792
+for 1,024 (612).
 """
 
 import torch
@@ -15,40 +15,7 @@ from torch import Tensor
 
 from octavo.ops.gpu import pdl
 from octavo.ops.gpu.grouped import WORDS, Grouped, check
-from octavo.ops.gpu.grouped_codes import codes_of, lift, lifted_code
-
-
-@triton.jit
-def _values(
-    words, scale, zero, i: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
-    ZERO_POINT: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Weight i of each word, in float32."""
-    code = lifted_code(words, i, BITS, ASM)
-    if ZERO == "point":
-        return (code - (lift(i, BITS) + ZERO_POINT)) * scale
-    if ZERO == "points":
-        return (code - (lift(i, BITS) + zero)) * scale
-    return (code - lift(i, BITS)) * scale + zero
-
-
-@triton.jit
-def _centred(codes, zero, TYPE: tl.constexpr, ASM: tl.constexpr):
-    """codes of `codes_of` less 128 (or 1024) and zero, whole numbers, exact: in TYPE."""
-    codes = codes.to(TYPE, bitcast=True)
-    lifted: tl.constexpr = 128.0 if TYPE.is_bf16() else 1024.0
-    offset = (-lifted - zero).to(TYPE)
-    if ASM:  # two at once
-        add: tl.constexpr = (
-            "{ .reg .b32 one; mov.b32 one, 0x3F803F80; fma.rn.bf16x2 $0, $1, one, $2; }"
-            if TYPE.is_bf16()
-            else "add.rn.f16x2 $0, $1, $2;"
-        )
-        return tl.inline_asm_elementwise(
-            add, "=r,r,r", [codes, offset], dtype=codes.dtype, is_pure=True, pack=2
-        )
-    else:
-        return codes + offset
+from octavo.ops.gpu.grouped_codes import add_product, codes_of, value_of
 
 
 @triton.jit
@@ -72,9 +39,8 @@ def _grouped_kernel(
     bits have zeros, summed in float32.
 
     Program (m, n, s) has a tile of BLOCK_M x BLOCK_N, computed as its transpose: weights are the
-    taller operand. Each round takes a block of packed words and, in turn, the 16 inputs that go
-    with the same bits of all of them. Under SPLIT program s sums a part of k only, into
-    out[s, m, n].
+    taller operand. Each round takes a block of packed words, and inputs of one scale at a time.
+    Under SPLIT program s sums a part of k only, into out[s, m, n].
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -84,11 +50,12 @@ def _grouped_kernel(
     block: tl.constexpr = 16 * per_word
     num_units: tl.constexpr = block // GROUP if block > GROUP else 1
     per_unit: tl.constexpr = per_word // num_units
-    precision: tl.constexpr = "ieee" if EXACT else "tf32"
-    # Codes less zero, exact, are multiplied, and their sums scaled; else scaled weights, rounded.
-    pairs: tl.constexpr = BITS == 4 and ZERO != "offsets" and not EXACT
+    # Of many sums, one by one for each of several scales, there would be more than of weights.
+    few_sums: tl.constexpr = num_units * BLOCK_M <= 256
+    scaled_sums: tl.constexpr = BITS == 4 and ZERO != "offsets" and not EXACT and few_sums
+    k = tl.arange(0, 16 * per_unit)
     codes_at = codes + n.to(tl.int64)[:, None] * num_words + j[None, :]
-    x_at = x + m.to(tl.int64)[None, :] * x_stride + j[:, None]
+    x_at = x + m.to(tl.int64)[None, :] * x_stride + k[:, None]
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -102,31 +69,23 @@ def _grouped_kernel(
     for start in tl.range(begin, end, 16, num_stages=STAGES):
         first = start * per_word
         words = tl.load(codes_at + start, mask=n_inside[:, None], other=0)
-        if pairs:
+        of_places = words
+        if scaled_sums:
             of_places = codes_of(words, x.dtype.element_ty, ASM)
         for unit in tl.static_range(num_units):
             scale = _of_group(scales, n, n_inside, first + unit * GROUP, num_groups, GROUP)
             zero = scale
             if ZERO != "point":
                 zero = _of_group(zeros, n, n_inside, first + unit * GROUP, num_groups, GROUP)
-            elif pairs:
-                zero = tl.full((BLOCK_N, 1), ZERO_POINT, tl.float32)
-            if pairs:
-                before = total
-                total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for i in tl.static_range(unit * per_unit, (unit + 1) * per_unit):
-                mask = m_inside[None, :]
-                if not EVEN_K:
-                    mask = mask & (first + i * 16 + j < in_features)[:, None]
-                rows = tl.load(x_at + (first + i * 16), mask=mask, other=0.0)
-                if pairs:
-                    w = _centred(of_places[i], zero, x.dtype.element_ty, ASM)
-                else:
-                    w = _values(words, scale, zero, i, BITS, ZERO, ZERO_POINT, ASM)
-                    w = w.to(x.dtype.element_ty)
-                total = tl.dot(w, rows, total, input_precision=precision)
-            if pairs:
-                total = before + total * scale
+            here = first + unit * 16 * per_unit
+            mask = m_inside[None, :]
+            if not EVEN_K:
+                mask = mask & (here + k < in_features)[:, None]
+            rows = tl.load(x_at + here, mask=mask, other=0.0)
+            total = add_product(
+                total, words, of_places, scale, zero, rows, unit, per_unit, BITS, ZERO, ZERO_POINT,
+                scaled_sums, EXACT, ASM,
+            )  # fmt: skip
     if HAS_BIAS:
         total += tl.load(bias + n, mask=n_inside, other=0.0).to(tl.float32)[:, None]
     at = out + m.to(tl.int64)[None, :] * out_stride + n[:, None]
@@ -190,9 +149,13 @@ def _expand_kernel(
             zero = _of_group(zeros, n, n_inside, first + unit * GROUP, num_groups, GROUP)
         for i in tl.static_range(unit * per_unit, (unit + 1) * per_unit):
             k = first + i * 16 + j
-            w = _values(words, scale, zero, i, BITS, ZERO, ZERO_POINT, ASM).to(out.dtype.element_ty)
+            w = value_of(words, scale, zero, i, BITS, ZERO, ZERO_POINT, True, ASM)
             out_at = out + n.to(tl.int64)[:, None] * in_features + k[None, :]
-            tl.store(out_at, w, mask=n_inside[:, None] & (k < in_features)[None, :])
+            tl.store(
+                out_at,
+                w.to(out.dtype.element_ty),
+                mask=n_inside[:, None] & (k < in_features)[None, :],
+            )
 
 
 def grouped_linear(
@@ -221,7 +184,8 @@ def grouped_linear(
         return out
     if weight.order is not None:
         x = x.index_select(1, weight.order)
-    block_m, block_n, num_warps, stages = _cut(num_rows)
+    exact = x.dtype == torch.float32
+    block_m, block_n, num_warps, stages = _cut(num_rows, exact)
     num_words = weight.codes.shape[1]
     num_tiles = triton.cdiv(num_rows, block_m), triton.cdiv(out_features, block_n)
     num_parts = _num_parts(num_tiles[0] * num_tiles[1], num_words // WORDS, pdl.num_sms(x.device))
@@ -252,7 +216,7 @@ def grouped_linear(
         HAS_BIAS=bias is not None and not split,
         RESIDUAL=residual and not split,
         SPLIT=split,
-        EXACT=x.dtype == torch.float32,
+        EXACT=exact,
         STAGES=stages,
         ASM=x.is_cuda,
         num_warps=num_warps,
@@ -273,9 +237,10 @@ def _join(parts: Tensor, bias: Tensor | None, out: Tensor, residual: bool) -> No
     )  # fmt: skip
 
 
-def _cut(num_rows: int) -> tuple[int, int, int, int]:
-    """(Rows, outputs) of a tile, warps, and loads under way."""
-    return min(max(triton.next_power_of_2(num_rows), 16), 64), 64, 4, 3
+def _cut(num_rows: int, exact: bool) -> tuple[int, int, int, int]:
+    """(Rows, outputs) of a tile, warps, and loads under way. exact: without tensor cores, where
+    tiles of more rows spill registers."""
+    return min(max(triton.next_power_of_2(num_rows), 16), 16 if exact else 64), 64, 4, 3
 
 
 _TILES_PER_SM = 5

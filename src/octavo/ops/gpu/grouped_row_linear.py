@@ -115,26 +115,35 @@ def _product(
 
 
 @triton.jit
-def _finish(
-    values, start, last, bias, out, out_features,
-    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+def _added(
+    start, last, bias, out, out_features,
+    STEP: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Store the 16 sums of a tile; under GATED those are gate's and up's 8."""
+    """What is added to STEP sums of a tile, and under GATED to up's: bias, residual."""
+    n = start + tl.arange(0, STEP)
+    inside = n < last
+    value = tl.zeros((STEP,), tl.float32)
+    up, before = value, value
+    if HAS_BIAS:
+        value = tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            up = tl.load(bias + out_features + n, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        before = tl.load(out + n, mask=inside, other=0.0).to(tl.float32)
+    return value, up, before
+
+
+@triton.jit
+def _finish(values, added, start, last, out, GATED: tl.constexpr):
+    """Store the 16 sums of a tile and what is added; under GATED those are gate's and up's 8."""
     if GATED:
         value, up = tl.split(tl.permute(tl.reshape(values, (2, 8)), (1, 0)))
+        value += added[0]
+        value = value / (1.0 + tl.exp(-value)) * (up + added[1])
     else:
-        value, up = values, values
+        value = values + added[0]
     n = start + tl.arange(0, value.shape[0])
-    inside = n < last
-    if HAS_BIAS:
-        value += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
-        if GATED:
-            up += tl.load(bias + out_features + n, mask=inside, other=0.0).to(tl.float32)
-    if GATED:
-        value = value / (1.0 + tl.exp(-value)) * up
-    if RESIDUAL:
-        value += tl.load(out + n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + n, value.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + n, (value + added[2]).to(out.dtype.element_ty), mask=n < last)
 
 
 @triton.jit
@@ -182,6 +191,8 @@ def _grouped_row_kernel(
     )
     for start in tl.range(first, last, step, num_stages=1):
         here = after
+        # Loads return in the order in which they were asked for: these before the next weights.
+        added = _added(start, last, bias, out, out_features, step, GATED, HAS_BIAS, RESIDUAL)
         after = moved(begin, start + step, num_words, num_groups)
         total = tl.zeros((PARTS, 16, 8), tl.float32)
         for i in tl.static_range(ROUNDS):
@@ -197,7 +208,7 @@ def _grouped_row_kernel(
             total += _product(coming[i], inputs[i], sums[i], BITS, ZERO, ZERO_POINT, columns, ASM)
         coming = coming[ROUNDS:]
         values = tl.sum(tl.sum(total, 2), 0)
-        _finish(values, start, last, bias, out, out_features, GATED, HAS_BIAS, RESIDUAL)
+        _finish(values, added, start, last, out, GATED)
 
 
 def is_row_product(x: Tensor, weight: Grouped) -> bool:

@@ -239,12 +239,14 @@ def rope_and_cache(
         not checked: they lie on the device.
     """
     num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads, block_size = kv_cache.shape[3:5]
-    _check(query, key, value, rope_rows, cos_sin, slot_mapping, kv_cache, kv_scales, layer)
+    _, _, planes, num_kv_heads, block_size, _ = kv_cache.shape
+    _check_heads(query, key, value, kv_cache)
+    _check_pool(query.dtype, kv_cache, kv_scales, layer, num_planes=1 if value is None else 2)
+    _check_rows(num_tokens, rope_rows, slot_mapping)
+    _check_angles(cos_sin, head_dim)
     if num_tokens == 0:
         return
     block_h = 4 if num_tokens <= 64 else 8
-    planes = kv_cache.shape[2]
     groups = triton.cdiv(num_heads, block_h) + planes * triton.cdiv(num_kv_heads, block_h)
     scales = kv_cache if kv_scales is None else kv_scales
     half = 0 if cos_sin is None else cos_sin.shape[1] // 2
@@ -265,19 +267,9 @@ def rope_and_cache(
     )  # fmt: skip
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    rope_rows: Tensor,
-    cos_sin: Tensor | None,
-    slot_mapping: Tensor,
-    kv_cache: Tensor,
-    kv_scales: Tensor | None,
-    layer: int,
-) -> None:
+def _check_heads(query: Tensor, key: Tensor, value: Tensor | None, kv_cache: Tensor) -> None:
     num_tokens = len(query)
-    _, num_layers, planes, num_kv_heads, block_size, head_dim = kv_cache.shape
+    num_kv_heads, _, head_dim = kv_cache.shape[3:]
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x is None:
             continue
@@ -289,16 +281,20 @@ def _check(
             )
         if x.dtype != query.dtype:
             raise TypeError(f"{name} must have query's type {query.dtype}: {x.dtype}")
-    expected = query.dtype if kv_scales is None else torch.float8_e4m3fn
+
+
+def _check_pool(
+    dtype: torch.dtype, kv_cache: Tensor, kv_scales: Tensor | None, layer: int, num_planes: int
+) -> None:
+    """dtype: of the heads; num_planes: those that are written."""
+    _, num_layers, planes, num_kv_heads, block_size, head_dim = kv_cache.shape
+    expected = dtype if kv_scales is None else torch.float8_e4m3fn
     if kv_cache.dtype != expected:
         raise TypeError(f"kv_cache must be {expected}: {kv_cache.dtype}")
-    if cos_sin is not None and cos_sin.dtype != torch.float32:
-        raise TypeError(f"cos_sin must be float32: {cos_sin.dtype}")
-    wanted = 1 if value is None else 2
     dense = (planes * num_kv_heads * block_size, num_kv_heads * block_size, block_size, 1)
-    if planes != wanted or kv_cache.stride()[1:] != (*(n * head_dim for n in dense), 1):
+    if planes != num_planes or kv_cache.stride()[1:] != (*(n * head_dim for n in dense), 1):
         raise ValueError(
-            f"kv_cache must be [num_blocks, num_layers, {wanted}, num_kv_heads, block_size,"
+            f"kv_cache must be [num_blocks, num_layers, {num_planes}, num_kv_heads, block_size,"
             f" head_dim], contiguous within a block: {tuple(kv_cache.shape)}, strides"
             f" {kv_cache.stride()}"
         )
@@ -311,13 +307,11 @@ def _check(
             f"kv_scales must be float16 {tuple(kv_cache.shape[:-1])}, contiguous within a block:"
             f" {kv_scales.dtype} {tuple(kv_scales.shape)}, strides {kv_scales.stride()}"
         )
-    if cos_sin is not None and (
-        cos_sin.shape[1] % 2 or cos_sin.shape[1] > head_dim or not cos_sin.is_contiguous()
-    ):
-        raise ValueError(
-            f"cos_sin must be contiguous with an even rotary_dim of at most {head_dim}:"
-            f" {tuple(cos_sin.shape)}, strides {cos_sin.stride()}"
-        )
+    if not 0 <= layer < num_layers:
+        raise ValueError(f"layer must be in [0, {num_layers}): {layer}")
+
+
+def _check_rows(num_tokens: int, rope_rows: Tensor, slot_mapping: Tensor) -> None:
     if rope_rows.dtype not in (torch.int32, torch.int64) or slot_mapping.dtype != torch.int64:
         raise TypeError(
             "rope_rows must be int32 or int64 and slot_mapping int64:"
@@ -328,5 +322,15 @@ def _check(
             raise ValueError(
                 f"{name} must be [{num_tokens}], contiguous: {tuple(x.shape)}, strides {x.stride()}"
             )
-    if not 0 <= layer < num_layers:
-        raise ValueError(f"layer must be in [0, {num_layers}): {layer}")
+
+
+def _check_angles(cos_sin: Tensor | None, head_dim: int) -> None:
+    if cos_sin is None:
+        return
+    if cos_sin.dtype != torch.float32:
+        raise TypeError(f"cos_sin must be float32: {cos_sin.dtype}")
+    if cos_sin.shape[1] % 2 or cos_sin.shape[1] > head_dim or not cos_sin.is_contiguous():
+        raise ValueError(
+            f"cos_sin must be contiguous with an even rotary_dim of at most {head_dim}:"
+            f" {tuple(cos_sin.shape)}, strides {cos_sin.stride()}"
+        )
