@@ -73,7 +73,7 @@ def hf_config(arch: ModelArch) -> dict[str, Any]:
         "head_dim": arch.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": arch.max_position_embeddings,
-        "rms_norm_eps": arch.rms_norm_eps,
+        "rms_norm_eps": arch.norm_eps,
         "rope_theta": arch.rope.theta,
         "tie_word_embeddings": arch.tie_word_embeddings,
         "torch_dtype": "bfloat16",
