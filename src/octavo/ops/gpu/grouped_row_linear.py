@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.gpu import pdl
+from octavo.ops.gpu.activation import activated
 from octavo.ops.gpu.grouped import WORDS, Grouped, check
 from octavo.ops.gpu.grouped_codes import codes_of
 from octavo.ops.gpu.grouped_row_parts import (
@@ -139,7 +140,7 @@ def _finish(values, added, start, last, out, GATED: tl.constexpr):
     if GATED:
         value, up = tl.split(tl.permute(tl.reshape(values, (2, 8)), (1, 0)))
         value += added[0]
-        value = value / (1.0 + tl.exp(-value)) * (up + added[1])
+        value = activated(value, "silu") * (up + added[1])
     else:
         value = values + added[0]
     n = start + tl.arange(0, value.shape[0])

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.gpu import pdl
+from octavo.ops.gpu.activation import activated
 
 _MAX_IN_FEATURES = 16384
 _BLOCK_N = 2
@@ -81,7 +82,7 @@ def _row_kernel(
         if GATED:
             if HAS_BIAS:
                 value_up += tl.load(bias + out_features + rows, mask=mask, other=0.0).to(tl.float32)
-            value = value / (1.0 + tl.exp(-value)) * value_up
+            value = activated(value, "silu") * value_up
         if RESIDUAL:
             value += tl.load(out + rows, mask=mask, other=0.0).to(tl.float32)
         tl.store(out + rows, value.to(out.dtype.element_ty), mask=mask)
