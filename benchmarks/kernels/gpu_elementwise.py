@@ -73,7 +73,7 @@ def measure(n: int, weight: Tensor, table: Tensor) -> dict[str, tuple[float, int
         "rms_norm": (call_us(norms), 4 * HIDDEN),
         "add + rms_norm": (call_us(adds), 8 * HIDDEN),
         "silu and mul": (
-            call_us([lambda: activation.silu_and_mul(both, gated)] * CALLS),
+            call_us([lambda: activation.gated(both, gated, "silu")] * CALLS),
             6 * INTERMEDIATE,
         ),
         "embedding": (call_us([lambda: embed(table, ids, out)] * CALLS), 4 * HIDDEN),

@@ -61,7 +61,7 @@ class Layers:
         self.x.addmm_(self.attended, self.w_out[i].t())
         norm.rms_norm(self.x, self.norm, EPS, self.normed)
         torch.mm(self.normed, self.w_gate_up[i].t(), out=self.both)
-        activation.silu_and_mul(self.both, self.gated)
+        activation.gated(self.both, self.gated, "silu")
         self.x.addmm_(self.gated, self.w_down[i].t())
 
     def octavo(self, i: int) -> None:
